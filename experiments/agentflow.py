@@ -1,4 +1,4 @@
-"""The agent system, trained in the flow: a planner learns which tool to call with what, and when to answer.
+"""Train the agent system in the flow: a planner learns which tool to call, with what, and when to answer.
 
     python -m experiments.agentflow
     python -m experiments.agentflow --seed=1 --workdir=runs/mine --control=shuffled_rewards
@@ -11,14 +11,14 @@ Without --model everything is made here and runs offline on a CPU: a small model
 demonstrations of the real tools (calculator, Python in the sandbox, search), and is then trained by Flow-GRPO on four
 domains at once: mathematics, code that is tested, questions over a corpus, drawings. With --model the settings are
 those of the paper (batch 32, group 8, learning rate 1e-6, KL 0.001, clip 0.2, temperature 0.5, 3 turns in training and
-10 in examinations, 2048 new tokens), and executor, verifier and generator are spoken by the model's frozen weights.
+10 in evaluations, 2048 new tokens), and executor, verifier and generator are the model's frozen weights.
 
-Expected offline, on tasks of combinations that were never trained: success from 58 to 95 % (medians of ten
-seeds, which end between 91 and 97 %), tool errors from 8 to 1 %, in 9 minutes of one core.
+Expected offline, on held-out tasks: success from 58 to 95 % (medians of ten seeds, which end between 91 and 97 %),
+tool errors from 8 to 1 %, in 9 minutes of one core.
 
-At the end the table compares warm start and best checkpoint on tasks of combinations that neither training nor the
-choice of the checkpoint has seen. The work directory is that of every run (docs/checkpoints.md), with `trajectories/`,
-which can be replayed without tools. The same command goes on where a run was stopped.
+At the end a table compares warm start and best checkpoint on held-out tasks, of combinations used neither in training
+nor to choose the checkpoint. The work directory is that of every run (docs/checkpoints.md), with `trajectories/`, which
+can be replayed without tools. The same command resumes a run that was stopped.
 """
 
 import json
@@ -29,11 +29,11 @@ from absl import flags
 from flowgrpo.recipes.agent_config import Config, preset
 
 from .cli import app
-from .cli.flags import chosen_run, define_config, define_run, given
+from .cli.flags import define_config, define_run, given_settings, run_options
 from .cli.help import flag_heading
 
 define_config(Config)
-flag_heading("What is run")
+flag_heading("Run")
 _DRY = flags.DEFINE_flag(
     flags.Flag(
         name="dry_run",
@@ -46,7 +46,7 @@ _DRY = flags.DEFINE_flag(
     )
 )
 flag_heading("Devices and memory")
-_MEMORY = flags.DEFINE_string("device_memory", None, "Of a device, for --dry_run=compile: 80GiB, 24GB.")
+_MEMORY = flags.DEFINE_string("device_memory", None, "Memory of a device for --dry_run=compile, such as 80GiB or 24GB.")
 _TARGET = flags.DEFINE_string("target", None, "Machine that --dry_run=compile compiles for, such as v5e-8 or h100-1.")
 define_run("runs/agentflow-SEED")
 
@@ -64,7 +64,7 @@ from flowgrpo.recipes.dry_runs import hosted_programs, parse_memory, show_progra
 def dry_compile(config: Config, folder: Path) -> None:
     """Print what the programs of the run take of a device, as a table and a JSON line."""
     if config.model is None:
-        with agent.open(config, folder) as setup:
+        with agent.build(config, folder) as setup:
             decoder = setup.model.config
     else:
         decoder = shape_of_model(config.model)
@@ -81,8 +81,8 @@ def main() -> None:
     """Train, or look."""
     if _DRY.value == "compile":
         jax.config.update("jax_platforms", "cpu")  # whatever there is: devices are virtual
-    config = preset(**given(Config))
-    folder, options = chosen_run(f"runs/agentflow-{config.seed}")
+    config = preset(**given_settings(Config))
+    folder, options = run_options(f"runs/agentflow-{config.seed}")
     if _DRY.value == "compile":
         dry_compile(config, folder)
     elif _DRY.value == "true":

@@ -5,11 +5,11 @@
     echo "Who are you?" | python -m experiments.chat --model=PATH
 
 PATH is a model folder with weights, tokenizer and chat template, a GGUF file, smollm2, gemma3, or a hub id. `/reset`
-begins a new conversation, `/quit` or the end of the input ends the program, Ctrl-C ends the answer. Each line is a
-message; from a pipe, only the answers are printed. With the same seed and the same messages the answers are the same.
+starts a new conversation, `/quit` or the end of the input ends the program, Ctrl-C stops an answer. Each line is a
+message; from a pipe, only the answers are printed. Equal seeds and messages give equal answers.
 
-Runs anywhere: a model of a billion parameters needs 4 GB in float32. To expect: a few seconds of
-compilation before the first answer, later ones begin at once, since the cache of the conversation is kept.
+Runs anywhere: a model of a billion parameters needs 4 GB in float32. The first answer takes a few seconds of
+compilation; later ones start at once, since the cache of the conversation is kept.
 """
 
 import signal
@@ -23,19 +23,19 @@ from absl import flags
 from .cli import app
 from .cli.help import flag_heading
 
-flag_heading("What is run")
+flag_heading("Run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, GGUF file, smollm2, gemma3, or hub id.")
-_SYSTEM = flags.DEFINE_string("system", None, "What the system message says; none by default.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the answers.")
+_SYSTEM = flags.DEFINE_string("system", None, "System message; none by default.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of sampling.")
 flag_heading("Sizes")
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Tokens of an answer at most.", lower_bound=1)
-_CONTEXT = flags.DEFINE_integer("context", 4096, "Tokens of a conversation at most.", lower_bound=2)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Maximum tokens of an answer.", lower_bound=1)
+_CONTEXT = flags.DEFINE_integer("context", 4096, "Maximum tokens of a conversation.", lower_bound=2)
 flag_heading("Sampling")
-_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Temperature; greedy is --top_k=1.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from this many tokens at most; 0 does not cut.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the smallest set with this probability.")
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Sampling temperature; greedy is --top_k=1.")
+_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k most probable tokens; 0: all.")
+_TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the smallest set of tokens with this probability.")
 flag_heading("Devices and memory")
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "What the weights are held in.")
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Type of the weights.")
 
 app.read_flags(__name__)
 
@@ -43,24 +43,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flowgrpo.data.tokenizer import Conversation, Text, add_action, add_messages, start
-from flowgrpo.generate.sampler import MAX_KEPT, Sampling, decode, prefill, sampling, start_rows
+from flowgrpo.data.tokenizer import ChatTokenizer, Conversation, add_action, add_messages, start_conversation
+from flowgrpo.generate.sampler import MAX_TOP_K, Sampling, decode, make_sampling, prefill, start_rows
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.run.signals import Terminated
 from flowgrpo.types import BadInput
 
-CHUNK, STEPS = 64, 4  # tokens of a prefill, and of a stretch of decoding between two prints
-UNFINISHED = "\ufffd"  # what a character decodes to before all of its bytes are there
-# What a model says must not steer the terminal: of the control characters, line feed and tab stay.
+CHUNK, STEPS = 64, 4  # tokens per prefill, and tokens decoded between two prints
+UNFINISHED = "\ufffd"  # decoded from an incomplete character
+# Text of a model must not control the terminal: only line feed and tab are kept of the control characters.
 CONTROLS = {code: UNFINISHED for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 
 
 class Speaker:
-    """A model with the cache of one conversation; conversations only grow, so what is cached stays right."""
+    """A model with the cache of one conversation, which only grows, so that the cache stays valid."""
 
     def __init__(self, model: Model, settings: Sampling, *, width: int, context: int):
-        """`width` is the size of recorded sets, 0 where the support is not cut."""
-        text: Text = model.text
+        """`width` is the size of the recorded top-k support; 0 if all tokens can be sampled."""
+        text: ChatTokenizer = model.tokenizer
         assert model.policy.make_cache is not None
         self.text, self.context = text, context
         self._params, self._settings = model.params, settings
@@ -71,41 +71,41 @@ class Speaker:
         self.forget()
 
     def forget(self) -> None:
-        """Begin with an empty cache."""
-        self._cache, self._held = self._make_cache(), 0
+        """Empty the cache."""
+        self._cache, self._num_cached = self._make_cache(), 0
 
     def answer(self, conversation: Conversation, key: jax.Array, max_tokens: int) -> Iterator[list[int]]:
         """The ids of an answer as they are sampled, a few at a time, ending with a stop id or the budget."""
         budget = min(max_tokens, self.context - len(conversation.tokens))
-        self._feed(conversation.tokens[self._held : -1])
+        self._feed(conversation.tokens[self._num_cached : -1])
         last, most = (jnp.array([value], jnp.int32) for value in (conversation.tokens[-1], budget))
         rows = start_rows(self._cache, last, key[None], most)
         stop_ids = np.array([self.text.stop_ids], np.int32)
         while bool(rows.active[0]):
             rows, sampled = self._decode(self._params, rows, self._settings, stop_ids)
             self._cache, live = rows.cache, np.asarray(sampled.live[:, 0])
-            self._held += int(live.sum())
+            self._num_cached += int(live.sum())
             yield np.asarray(sampled.token)[live, 0].tolist()
 
     def _feed(self, tokens: tuple[int, ...]) -> None:
-        """Bring these tokens into the cache."""
+        """Prefill these tokens."""
         for i in range(0, len(tokens), CHUNK):
             part = np.zeros((1, CHUNK), np.int32)
             part[0, : len(tokens[i : i + CHUNK])] = tokens[i : i + CHUNK]
             real = np.arange(CHUNK)[None] < len(tokens) - i
             self._cache = self._prefill(self._params, self._cache, part, real)
-        self._held += len(tokens)
+        self._num_cached += len(tokens)
 
 
-def _shown(text: Text, ids: list[int]) -> str:
-    """Decode what can be printed of an answer: without its stop token, and without an unfinished character."""
+def _printable(text: ChatTokenizer, ids: list[int]) -> str:
+    """The printable text of an answer, without its stop token and without an incomplete character."""
     words = ids[:-1] if ids and ids[-1] in text.stop_ids else ids
     return text.decode(words).translate(CONTROLS).rstrip(UNFINISHED)
 
 
 @contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
-    """A function that says whether Ctrl-C was pressed in the block; nothing is raised there."""
+    """Whether Ctrl-C was pressed in the block, as a function; nothing is raised there."""
     pressed = []
     before = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
     try:
@@ -115,12 +115,12 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
 
 
 def speak(speaker: Speaker, conversation: Conversation, key: jax.Array, max_tokens: int) -> list[int]:
-    """Print an answer while it comes; its ids, fewer where Ctrl-C ended it."""
+    """Print an answer while it is sampled; returns its ids, fewer if Ctrl-C stopped it."""
     ids, printed = [], 0
     with _interrupts() as pressed:
-        for more in speaker.answer(conversation, key, max_tokens):
-            ids += more
-            words = _shown(speaker.text, ids)
+        for new_ids in speaker.answer(conversation, key, max_tokens):
+            ids += new_ids
+            words = _printable(speaker.text, ids)
             print(words[printed:], end="", flush=True)
             printed = max(printed, len(words))
             if pressed():
@@ -129,16 +129,16 @@ def speak(speaker: Speaker, conversation: Conversation, key: jax.Array, max_toke
     return ids
 
 
-def _messages(talks: bool) -> Iterator[str]:
-    """Yield the lines that are typed, up to `/quit` or the end; the prompt is printed only where a person types."""
+def _messages(is_terminal: bool) -> Iterator[str]:
+    """Input lines up to `/quit` or the end; the prompt is printed only in a terminal."""
     while True:
         try:
-            line = input("> " if talks else "").strip()
+            line = input("> " if is_terminal else "").strip()
         except EOFError:
-            print(end="\n" if talks else "")
+            print(end="\n" if is_terminal else "")
             return
         except KeyboardInterrupt as stop:
-            if not talks or isinstance(stop, Terminated):
+            if not is_terminal or isinstance(stop, Terminated):
                 raise
             print("\n(/quit ends)")
             continue
@@ -148,17 +148,17 @@ def _messages(talks: bool) -> Iterator[str]:
             yield line
 
 
-def _chat(speaker: Speaker, opening: list[dict[str, str]], talks: bool) -> None:
+def _chat(speaker: Speaker, opening: list[dict[str, str]], is_terminal: bool) -> None:
     """Answer message by message, until the input ends."""
     conversation, answers, key = None, 0, jax.random.key(_SEED.value)
-    for line in _messages(talks):
+    for line in _messages(is_terminal):
         if line == "/reset":
             conversation = None
             speaker.forget()
             continue
         message = {"role": "user", "content": line}
         if conversation is None:
-            longer = start(speaker.text, [*opening, message])
+            longer = start_conversation(speaker.text, [*opening, message])
         else:
             longer = add_messages(speaker.text, conversation, [message])
         if len(longer.tokens) >= speaker.context:
@@ -170,28 +170,28 @@ def _chat(speaker: Speaker, opening: list[dict[str, str]], talks: bool) -> None:
 
 
 def _open_speaker(opening: list[dict[str, str]]) -> Speaker:
-    """The checkpoint that the flags name, whose template can write the first messages."""
+    """Load the model of the flags, and check that its template can render the first messages."""
     if not _MODEL.value:
         raise BadInput("--model is missing: give a model folder, or a hub id")
     if not _TEMPERATURE.value > 0:
         raise BadInput(f"--temperature={_TEMPERATURE.value} must be greater than 0; greedy is --top_k=1")
-    if not 0 <= _TOP_K.value <= MAX_KEPT:
-        raise BadInput(f"--top_k={_TOP_K.value} must be from 1 to {MAX_KEPT}, or 0 for no cut")
+    if not 0 <= _TOP_K.value <= MAX_TOP_K:
+        raise BadInput(f"--top_k={_TOP_K.value} must be from 1 to {MAX_TOP_K}, or 0 for no cut")
     if not 0 < _TOP_P.value <= 1:
         raise BadInput(f"--top_p={_TOP_P.value} must be greater than 0 and at most 1")
     model = load_model(str(_MODEL.value), dtype=_DTYPE.value)
-    start(model.text, [*opening, {"role": "user", "content": "x"}])
-    kept = _TOP_K.value or MAX_KEPT
-    settings = sampling(1, temperature=_TEMPERATURE.value, top_k=kept, top_p=_TOP_P.value)
-    width = min(kept, model.config.v) if _TOP_K.value > 0 or _TOP_P.value < 1 else 0
+    start_conversation(model.tokenizer, [*opening, {"role": "user", "content": "x"}])
+    top_k = _TOP_K.value or MAX_TOP_K
+    settings = make_sampling(1, temperature=_TEMPERATURE.value, top_k=top_k, top_p=_TOP_P.value)
+    width = min(top_k, model.config.v) if _TOP_K.value > 0 or _TOP_P.value < 1 else 0
     return Speaker(model, settings, width=width, context=_CONTEXT.value)
 
 
 def main() -> None:
-    """Open the checkpoint and talk."""
+    """Load the model and chat."""
     opening: list[dict[str, str]] = [{"role": "system", "content": _SYSTEM.value}] if _SYSTEM.value else []
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr]
-    _chat(_open_speaker(opening), opening, talks=sys.stdin.isatty())
+    _chat(_open_speaker(opening), opening, is_terminal=sys.stdin.isatty())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Algorithms x environments x seeds, in one command: who learns the task, with what confidence.
+"""Compare algorithms over environments and seeds, with confidence intervals.
 
     python -m experiments.compare --study=credit
     python -m experiments.compare --study=clip --num_seeds=32 --workdir=runs/clip
@@ -6,15 +6,15 @@
     python -m experiments.compare --study=credit --arms=GiGPO --seed=3 --check=docs/studies
 
 A study is a question with a few arms (`flowgrpo/recipes/studies.py`). All arms start from the same warm-started
-planners, seed by seed, and are examined on the same test tasks; each arm is one program over all of its seeds, dealt
-over the devices that are here. The score is the success on test tasks after the last update: its interquartile mean
-over the seeds, with a 95 % interval of a stratified bootstrap, and how often a run beats one of the baseline (rliable's
-method).
+planners, seed by seed, and are evaluated on the same test tasks; each arm is one program over all of its seeds, sharded
+over the local devices. The score is the success on test tasks after the last update: its interquartile mean over the
+seeds, with a 95 % interval of a stratified bootstrap, and the probability that a run beats one of the baseline
+(rliable's method).
 
-The work directory holds `runs.jsonl` (a line for each arm, environment and seed, with its curve), `table.jsonl`,
-`table.md`, `curves.png`, `curves.svg` and `index.html`, the summary to look at. The same command goes on where it was
-stopped: finished arms are kept, and with a larger --num_seeds only the new seeds are run. `docs/studies` holds what was
-published; `--check=docs/studies` runs one seed of an arm again, and holds it against that.
+The work directory gets `runs.jsonl` (a line for each arm, environment and seed, with its curve), `table.jsonl`,
+`table.md`, `curves.png`, `curves.svg` and a summary, `index.html`. The same command resumes: finished arms are kept,
+and with a larger --num_seeds only the new seeds are run. `docs/studies` has the published results;
+`--check=docs/studies` repeats one seed of an arm, and compares it with them.
 
 Runs on any CPU, offline. Expected of `--study=credit` with its 16 seeds: the table in the README, after 48 minutes
 of one core.
@@ -34,32 +34,32 @@ from .cli import app
 from .cli.flags import define_stop_after, stop_after
 from .cli.help import flag_heading
 
-flag_heading("What is run")
-_STUDY = flags.DEFINE_enum("study", "credit", STUDIES, "What is compared.")
+flag_heading("Run")
+_STUDY = flags.DEFINE_enum("study", "credit", STUDIES, "The study to run.")
 _ARMS = flags.DEFINE_list(
     "arms", None, 'Some of the study\'s arms, by commas, in "quotes" where a name has one; all by default.'
 )
 _SEED = flags.DEFINE_integer("seed", 0, "The first seed.", lower_bound=0)
 flag_heading("Sizes")
-_SEEDS = flags.DEFINE_integer("num_seeds", 16, "Seeds of every arm.", lower_bound=1)
-_UPDATES = flags.DEFINE_integer("updates", None, "Updates of every run, in the place of the study's.", lower_bound=1)
-_WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation, in the place of the study's.", lower_bound=1)
-_EVERY = flags.DEFINE_integer("examine_every", 10, "Updates between two examinations.", lower_bound=1)
-_TASKS = flags.DEFINE_integer("test_tasks", 256, "Test tasks of an examination.", lower_bound=1)
+_SEEDS = flags.DEFINE_integer("num_seeds", 16, "Number of seeds of every arm.", lower_bound=1)
+_UPDATES = flags.DEFINE_integer("updates", None, "Updates of every run; by default those of the study.", lower_bound=1)
+_WARM = flags.DEFINE_integer("warm_steps", None, "Steps of imitation; by default those of the study.", lower_bound=1)
+_EVERY = flags.DEFINE_integer("examine_every", 10, "Updates between two evaluations.", lower_bound=1)
+_TASKS = flags.DEFINE_integer("test_tasks", 256, "Test tasks of an evaluation.", lower_bound=1)
 flag_heading("Devices and memory")
 _LANES = flags.DEFINE_integer(
     "lanes", None, "Seeds vmapped on a device; by default 1 on a CPU, else all.", lower_bound=1
 )
 flag_heading("Files and resuming")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie; runs/compare-STUDY by default.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the results; runs/compare-STUDY by default.")
 _PUBLISH = flags.DEFINE_string(
     "publish", None, "Folder of pages, as docs/studies, that gets the runs, the picture and the table, too."
 )
 _CHECK = flags.DEFINE_string(
     "check", None, "Folder of published runs: run --seed of one arm again, the baseline by default, and compare."
 )
-_UNTIL = flags.DEFINE_integer("until", None, "Of --check: end after so many updates.", lower_bound=1)
-_RESUME = flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins again.")
+_UNTIL = flags.DEFINE_integer("until", None, "With --check: number of updates after which to stop.", lower_bound=1)
+_RESUME = flags.DEFINE_bool("resume", True, "Resume from the work directory; --noresume starts over.")
 define_stop_after()
 
 app.read_flags(__name__)
@@ -68,7 +68,7 @@ app.read_flags(__name__)
 from flowgrpo.recipes import compare, studies, study_pages
 from flowgrpo.recipes.studies import Study, chosen_arms
 from flowgrpo.report.metrics import plain_json
-from flowgrpo.run.run_dir import begin_anew, run_folder
+from flowgrpo.run.run_dir import delete_run, run_folder
 from flowgrpo.types import BadInput
 
 
@@ -79,7 +79,7 @@ def check(study: Study, folder: Path) -> None:
     runs = study_pages.read_published(path) if path.exists() else {}
     if (arm, env, seed) not in runs:
         raise BadInput(f"--check={folder}: {path} has no run of {arm} with seed {seed}")
-    found = compare.run_again(study, arm, env, seed, until=_UNTIL.value)
+    found = compare.rerun_seed(study, arm, env, seed, until=_UNTIL.value)
     published = runs[arm, env, seed]["success"][: len(found)]
     print(json.dumps({"study": _STUDY.value, "arm": arm, "seed": seed, "published": published, "found": found}))
     if found != published:
@@ -96,14 +96,14 @@ def main() -> None:
     folder = Path(_WORKDIR.value or f"runs/compare-{_STUDY.value}")
     asked = {"updates": _UPDATES.value, "warm_steps": _WARM.value}
     chosen = {name: value for name, value in asked.items() if value is not None}
-    lanes = _LANES.value or compare.lanes_here()
+    lanes = _LANES.value or compare.default_lanes()
     own = {"every": _EVERY.value, "tasks": _TASKS.value, "lanes": lanes}
     identity = {"study": _STUDY.value, "chosen": chosen, **own, "changes": dict(study.changes)}
     files = (compare.RUNS, *study_pages.WRITTEN)
     if not _RESUME.value:
-        begin_anew(folder, also=files)
+        delete_run(folder, extra_files=files)
     seeds = range(_SEED.value, _SEED.value + _SEEDS.value)
-    with run_folder(folder, "compare", identity, also=files):
+    with run_folder(folder, "compare", identity, extra_files=files):
         runs = compare.run_study(study, folder, seeds=seeds, chosen=chosen, budget=budget, **own)
         rows = study_pages.tabulate_study(study, runs, seeds)
         expected = inspect.getdoc(studies.STUDIES[_STUDY.value]) or ""
@@ -117,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, cpu_devices=launch.cores())
+    app.run(main, cpu_devices=launch.num_cores())

@@ -1,15 +1,14 @@
-"""How good a run's planner is, before and after: sampled success on fresh test tasks, tool errors, turns.
+"""Evaluate a run's planner before and after training: success on fresh test tasks, tool errors, turns.
 
     python -m experiments.evaluate --workdir=runs/quickstart-lookup-0
     python -m experiments.evaluate --workdir=runs/quickstart-lookup-0 --seed=7 --num_tasks=2000 --samples=8
     python -m experiments.evaluate --workdir=runs/quickstart-lookup-0 --panel
 
-Opens the checkpoints of a run of quickstart or agentflow, and lets the warm start and the checkpoint that was best in
-validation do the same tasks, of kinds that neither has seen. Prints a table and one JSON line, with `pass@k` where
-there are several samples a task.
+Rolls out the warm start and the best checkpoint (by validation) of a run of quickstart or agentflow on the same
+held-out tasks. Prints a table and one JSON line, with `pass@k` if there are several samples per task.
 
 With `--panel` the tasks are those of the panel: fixed sets, an easy and a hard one of each environment, named by a hash
-of their content and the same on every machine. A planner plays all sets in whose words it speaks.
+of their content and equal on every machine. A planner is evaluated on all sets with its vocabulary.
 """
 
 import json
@@ -21,14 +20,14 @@ from absl import flags
 from .cli import app
 from .cli.help import flag_heading
 
-flag_heading("What is run")
-_SEED = flags.DEFINE_integer("seed", 1000, "Seed of the tasks and of the sampling.")
+flag_heading("Run")
+_SEED = flags.DEFINE_integer("seed", 1000, "Seed of tasks and sampling.")
 _PANEL = flags.DEFINE_bool(
     "panel", False, "Play the fixed sets of the panel, once each task; no other flag counts then."
 )
 flag_heading("Sizes")
-_TASKS = flags.DEFINE_integer("num_tasks", 1000, "Test tasks.", lower_bound=1)
-_SAMPLES = flags.DEFINE_integer("samples", 1, "Trajectories of each task.", lower_bound=1)
+_TASKS = flags.DEFINE_integer("num_tasks", 1000, "Number of test tasks.", lower_bound=1)
+_SAMPLES = flags.DEFINE_integer("samples", 1, "Number of trajectories per task.", lower_bound=1)
 flag_heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 
@@ -68,14 +67,14 @@ def main() -> None:
         best, tested = own_env.evaluate(config, folder, **sizes)
     else:
         raise BadInput(f"{folder} is a run of another command, whose own result.json says how it did")
-    print(tested.words)
+    print(tested.summary)
     names = {"success": "success", "tool_errors": "tool_error", "turns": "turns"}
     names |= {f"pass@{k}": f"pass@{k}" for k in sorted({1, samples})}
     result = {"best_update": best, **sizes}
-    for when, one in zip(("before", "after"), tested.figures, strict=True):
-        figures = one.figures()
+    for when, one in zip(("before", "after"), tested.evaluations, strict=True):
+        figures = one.metrics()
         result |= {f"{name}_{when}": figures[field] for field, name in names.items() if field in figures}
-    print(json.dumps(result | tested.more))
+    print(json.dumps(result | tested.results))
 
 
 if __name__ == "__main__":

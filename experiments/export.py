@@ -1,4 +1,4 @@
-"""The planner of a run as a model folder: in the Hugging Face format, or as GGUF for llama.cpp and Ollama.
+"""Export the planner of a run as a model folder: in the Hugging Face format, or as GGUF for llama.cpp and Ollama.
 
     python -m experiments.export --workdir=runs/agentflow-0 --out=models/planner
     python -m experiments.export --workdir=runs/agentflow-0 --out=models/planner --which=last
@@ -7,18 +7,18 @@
     python -m experiments.export --workdir=runs/agentflow-0 --out=models/adapter --adapter
     python -m experiments.export --workdir=runs/agentflow-0 --out=models/planner --push_to_hub=USER/NAME --private
 
-Takes the checkpoint that was best in validation, the last one, or the start of a run of quickstart, agentflow or
-self_verify, which may still be going on. An adapter is merged into its base, or written in PEFT's format by --adapter.
-Of an actor and its critic, the actor is written. The planner of a quickstart speaks the words of its environment: its
-folder is a small Llama with a tokenizer of whole words, and without a chat template. A model that is there already is
-replaced, with all its files, when the new one is whole; a folder that holds anything else is refused. Takes seconds,
-plus what it takes to write the weights. Prints what was written, and one JSON line.
+Exports the best checkpoint (by validation), the last one, or the start of a run of quickstart, agentflow or
+self_verify, which may still be running. An adapter is merged into its base, or written in PEFT's format by --adapter.
+Of an actor and its critic, the actor is written. The planner of a quickstart has the vocabulary of its environment: its
+folder is a small Llama with a tokenizer of whole words, and without a chat template. An existing model is replaced
+atomically, with all its files; a folder with other files is refused. Takes seconds, plus the time to write the weights.
+Prints the files written, and one JSON line.
 
 --format=gguf writes planner.gguf, named as the folder, with the tokenizer and the chat template in it, and a Modelfile,
-by which Ollama takes it in: ollama create planner -f models/planner/Modelfile. Matrices are float16, or what
---gguf_type says; q8_0 takes half the room. The words of a quickstart have no form in it.
+for Ollama: ollama create planner -f models/planner/Modelfile. Matrices are float16, or --gguf_type; q8_0 takes half the
+space. The vocabulary of a quickstart can't be written as GGUF.
 
-A model card lies beside the weights, as README.md: base model, algorithm, settings, figures, command, licence.
+A model card is written with the weights, as README.md: base model, algorithm, settings, results, command, licence.
 --push_to_hub uploads the folder to the Hugging Face Hub, with the token of HF_TOKEN or of `hf auth login`.
 """
 
@@ -28,13 +28,15 @@ from pathlib import Path
 
 from absl import flags
 
-from flowgrpo.recipes.names import GGUF_TYPES, WHICH
+from flowgrpo.recipes.names import CHECKPOINT_NAMES, GGUF_TYPES
 
 from .cli import app
 from .cli.help import flag_heading
 
-flag_heading("What is run")
-_WHICH = flags.DEFINE_enum("which", "best", WHICH, "Best in validation, last, or the start of the training.")
+flag_heading("Run")
+_WHICH = flags.DEFINE_enum(
+    "which", "best", CHECKPOINT_NAMES, "Checkpoint: best in validation, last, or the start of training."
+)
 _FORMAT = flags.DEFINE_enum(
     "format",
     "hf",
@@ -51,15 +53,15 @@ _LICENCE = flags.DEFINE_string(
 flag_heading("Files and resuming")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
 _PUSH = flags.DEFINE_string("push_to_hub", None, "Upload the folder into this repository of the hub: USER/NAME.")
-_PRIVATE = flags.DEFINE_bool("private", False, "Make the repository private, where it has to be made.")
+_PRIVATE = flags.DEFINE_bool("private", False, "Create the repository as private, if it does not exist.")
 _OUT = flags.DEFINE_string("out", None, "The folder to write; a model in it is replaced.", required=True)
 
 app.read_flags(__name__)
 
 from flowgrpo.errors import BadInput
-from flowgrpo.recipes.export import can_chat, export, export_adapter, export_gguf
+from flowgrpo.recipes.export import export, export_adapter, export_gguf, has_chat_template
 from flowgrpo.recipes.hub import check_push, push_folder
-from flowgrpo.run.next_steps import command, contents, ending
+from flowgrpo.run.next_steps import closing_message, command, list_contents
 
 
 def main() -> None:
@@ -81,7 +83,7 @@ def main() -> None:
         message = f"Update {written['update']}, by flowgrpo"
         written["url"] = push_folder(out, _PUSH.value, private=_PRIVATE.value, message=message)
         print(f"uploaded to {written['url']}")
-    print(ending(f"written to {out}: {contents(out)}", _next_steps(out)))
+    print(closing_message(f"written to {out}: {list_contents(out)}", _next_steps(out)))
     print(json.dumps(written))
 
 
@@ -92,7 +94,7 @@ def _next_steps(out: Path) -> list[tuple[str, str]]:
     name = out.resolve().name
     is_gguf = _FORMAT.value == "gguf"
     model = out / f"{name}.gguf" if is_gguf else out
-    steps = [(command("chat", model=model), "talks to it")] if can_chat(model) else []
+    steps = [(command("chat", model=model), "talks to it")] if has_chat_template(model) else []
     if is_gguf:
         create = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(out / 'Modelfile'))}"
         steps.append((create, f"takes it in, for ollama run {shlex.quote(name)}"))

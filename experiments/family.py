@@ -1,11 +1,11 @@
-"""Compare how every algorithm of the family gives credit, side by side, on one group of trajectories.
+"""Compare the advantages and gradients of all algorithms on one group of trajectories.
 
     python -m experiments.family
     python -m experiments.family --rewards=1,0,0,0 --turns=3,1,2,2 --tokens=4 --algorithms=flow_grpo,grpo,rloo
 
-Prints, for each algorithm and each trajectory, the advantage of its turns, its share of the loss, and the
-push: minus the gradient of the loss with respect to the log-probability of one of its tokens, at the
-behaviour parameters. Runs anywhere, in seconds.
+Prints, for each algorithm and trajectory, the advantage of its turns, its weight in the loss, and the push:
+minus the gradient of the loss with respect to the log-probability of one of its tokens, at the behaviour
+parameters. Runs anywhere, in seconds.
 
 Expected with the default group (two wins of 2 turns, two losses of 6): `flow_grpo` gives +0.866 and -0.866,
 with statistics over trajectories; `flow_grpo_released`, over turn rows, +1.677 and -0.559.
@@ -20,10 +20,10 @@ from flowgrpo.recipes import names
 from .cli import app
 from .cli.help import flag_heading
 
-flag_heading("What is run")
+flag_heading("Run")
 _REWARDS = flags.DEFINE_list("rewards", ["1", "1", "0", "0"], "Outcome of each trajectory of the group.")
-_TURNS = flags.DEFINE_list("turns", ["2", "2", "6", "6"], "Turns of each trajectory.")
-_TOKENS = flags.DEFINE_integer("tokens", 8, "Tokens that the policy chooses in a turn.", lower_bound=1)
+_TURNS = flags.DEFINE_list("turns", ["2", "2", "6", "6"], "Number of turns of each trajectory.")
+_TOKENS = flags.DEFINE_integer("tokens", 8, "Number of chosen tokens per turn.", lower_bound=1)
 _ALGORITHMS = flags.DEFINE_list("algorithms", list(names.ALGORITHMS), f"Any of {', '.join(names.ALGORITHMS)}.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON line instead of a table.")
 

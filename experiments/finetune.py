@@ -1,17 +1,17 @@
-"""A model learns from a file of conversations: demonstrations to imitate, or preferences by DPO.
+"""Fine-tune a model on a file of conversations: demonstrations by imitation, or preferences by DPO.
 
     python -m experiments.finetune --method=sft --data=demonstrations.jsonl --model=PATH --workdir=runs/sft
     python -m experiments.finetune --method=dpo --data=preferences.jsonl --model=runs/sft/model --workdir=runs/dpo
 
---model is a folder in the Hugging Face format, and so is the `model` that is written into the work directory: the
-weights at the lowest loss on the examples that were held out. A line of the data is `{"messages": [...]}` or
+--model is a folder in the Hugging Face format, and so is the `model` written into the work directory: the weights at
+the lowest loss on held-out examples. A line of the data is `{"messages": [...]}` or
 `{"prompt": ..., "completion": ...}` for sft, `{"prompt": ..., "chosen": ..., "rejected": ...}` for dpo;
-`flowgrpo.learner.conversations` says what else it may be. Only what the assistant says is learned. Examples longer than
+`flowgrpo.learner.conversations` lists the other forms. Only assistant messages are learned. Examples longer than
 --max_tokens are left out and counted.
 
-Told of the held-out examples, before and after: the mean of -log p over what the assistant says (sft); DPO's loss, and
-the share of pairs whose margin, against the model that it began with, is on the right side, a tie being half (dpo). The
-same command goes on where a run was stopped, to the same bits.
+Reported on held-out examples, before and after: the mean of -log p over assistant tokens (sft); DPO's loss, and the
+fraction of pairs with a positive margin against the starting model, a tie counting half (dpo). The same command resumes
+a run that was stopped, bit for bit.
 
 Expected of a model of `offline_model` at a learning rate of 3e-3, on 400 demonstrations of short sums: a loss
 from 5.6 to 0.4 in 90 steps, 26 seconds of one core with compilation. Then, at 1e-4, on 400 preferences of form: a loss
@@ -25,10 +25,10 @@ from absl import flags
 from flowgrpo.recipes.finetune_config import Config
 
 from .cli import app
-from .cli.flags import chosen_run, define_config, define_run, given
+from .cli.flags import define_config, define_run, given_settings, run_options
 
 define_config(Config)
-define_run("runs/METHOD-SEED", every=50, what="Steps")
+define_run("runs/METHOD-SEED", every=50, unit="steps")
 flags.mark_flags_as_required(["method", "data", "model"])
 
 app.read_flags(__name__)
@@ -38,8 +38,8 @@ from flowgrpo.recipes.finetune import train
 
 def main() -> None:
     """Train, and print one JSON line."""
-    config = Config(**given(Config))
-    folder, options = chosen_run(f"runs/{config.method}-{config.seed}")
+    config = Config(**given_settings(Config))
+    folder, options = run_options(f"runs/{config.method}-{config.seed}")
     print(json.dumps(train(config, folder, **options)))
 
 

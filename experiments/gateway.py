@@ -1,19 +1,19 @@
-"""Serve a model by the API of OpenAI, and record what agents do with it as trajectories.
+"""Serve a model by the OpenAI API, and record the requests of agents as trajectories.
 
     python -m experiments.gateway --model=PATH
     python -m experiments.gateway --model=PATH --record=sessions.jsonl --reward=math --turns=8
     python -m experiments.gateway --model=PATH --host=0.0.0.0 --token=SECRET
 
 After `pip install '.[gateway]'`. PATH is a model folder with weights, tokenizer and chat template, or a hub id. Clients
-find it at the URL that is printed: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, with
+use the URL that is printed: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, with
 `return_token_ids` for the ids behind an answer.
 
-A session records what an agent asks for and is answered as one trajectory, to the ids and log-probabilities that were
-sampled: POST /sessions {"task": {"query": ..., "answers": [...]}} gives a base URL; POST /s/NAME/reward ends it, with
+A session records an agent's requests and completions as one trajectory, with the sampled ids and log-probabilities:
+POST /sessions {"task": {"query": ..., "answers": [...]}} gives a base URL; POST /s/NAME/reward ends it, with
 {"reward": 1.0}, or with {"output": ...}, which --reward judges. A session is sampled with --temperature, whatever its
-requests ask for. POST /weights {"folder": ..., "version": 1} takes other weights without dropping a request.
+requests ask for. POST /weights {"folder": ..., "version": 1} updates the weights without dropping a request.
 
-It listens on this machine alone, unless there is a token, which clients then send as their API key. Stop it by Ctrl-C.
+It listens on this machine only, unless there is a token, which clients then send as their API key. Stop it by Ctrl-C.
 """
 
 import json
@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 
@@ -34,17 +33,19 @@ from flowgrpo import launch
 from .cli import app
 from .cli.help import flag_heading
 
-flag_heading("What is run")
+flag_heading("Run")
 _MODEL = flags.DEFINE_string("model", None, "Model folder, GGUF file, smollm2, gemma3, or hub id.", required=True)
-_NAME = flags.DEFINE_string("name", "planner", "Name of the model, as clients ask for it.")
+_NAME = flags.DEFINE_string("name", "planner", "Name of the model in requests.")
 _REWARD = flags.DEFINE_string(
     "reward", "posted", "Who judges a session: posted, by its client; a domain, such as math; or MODULE:FUNCTION."
 )
-_HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on; any but this machine's own needs --token.")
+_HOST = flags.DEFINE_string(
+    "host", "127.0.0.1", "Address to listen on; one that other machines can reach needs --token."
+)
 _PORT = flags.DEFINE_integer(
     "port", 8000, "Port to listen on; 0 for any that is free.", lower_bound=0, upper_bound=65535
 )
-_TOKEN = flags.DEFINE_string("token", None, "What clients must send as their key; FLOWGRPO_TOKEN by default.")
+_TOKEN = flags.DEFINE_string("token", None, "API key of clients; FLOWGRPO_TOKEN by default.")
 _ADMIN_TOKEN = flags.DEFINE_string(
     "admin_token",
     None,
@@ -52,34 +53,38 @@ _ADMIN_TOKEN = flags.DEFINE_string(
     "set, nobody can have them.",
 )
 _ORIGINS = flags.DEFINE_list("origins", [], "Origins whose pages may send requests, such as http://localhost:3000.")
-_HOSTS = flags.DEFINE_list("hosts", [], "More names by which clients may call a server on this machine alone.")
+_HOSTS = flags.DEFINE_list("hosts", [], "Further host names that local clients may use.")
 flag_heading("Sizes")
-_TURNS = flags.DEFINE_integer("turns", 64, "Requests of a session that are answered.", lower_bound=1)
-_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Tokens of an answer at most.", lower_bound=1)
-_CONTEXT = flags.DEFINE_integer("context_tokens", 4096, "Tokens of a context with its answer.", lower_bound=2)
-_SESSIONS = flags.DEFINE_integer("sessions", 1024, "Sessions at a time.", lower_bound=1)
+_TURNS = flags.DEFINE_integer("turns", 64, "Maximum number of requests of a session.", lower_bound=1)
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Maximum tokens of a completion.", lower_bound=1)
+_CONTEXT = flags.DEFINE_integer(
+    "context_tokens", 4096, "Maximum tokens of a context with its completion.", lower_bound=2
+)
+_SESSIONS = flags.DEFINE_integer("sessions", 1024, "Maximum number of open sessions.", lower_bound=1)
 flag_heading("Sampling")
-_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Of sessions.", lower_bound=0.01)
-_SILENT = flags.DEFINE_float("silent_seconds", 600.0, "Until a session without a request is ended.", lower_bound=0.1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Sampling temperature of sessions.", lower_bound=0.01)
+_SILENT = flags.DEFINE_float(
+    "silent_seconds", 600.0, "Seconds without a request after which a session ends.", lower_bound=0.1
+)
 flag_heading("Devices and memory")
-_SLOTS = flags.DEFINE_integer("slots", 16, "Requests that decode together.", lower_bound=2)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "What the weights are held in.")
+_SLOTS = flags.DEFINE_integer("slots", 16, "Number of requests that decode together.", lower_bound=2)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], "Type of the weights.")
 flag_heading("Files and resuming")
-_RECORD = flags.DEFINE_string("record", None, "File to which sessions are added when they have ended, a line each.")
+_RECORD = flags.DEFINE_string("record", None, "File to which ended sessions are appended, one line each.")
 
 app.read_flags(__name__)
 
 from flowgrpo.contracts import Reward
 from flowgrpo.files import make_folder
-from flowgrpo.gateway.doors import Doors
+from flowgrpo.gateway.auth import AccessPolicy
 from flowgrpo.gateway.server import Gateway
-from flowgrpo.gateway.serving import Served
-from flowgrpo.generate.engine import Engine
-from flowgrpo.generate.sampler import MAX_KEPT
+from flowgrpo.gateway.serving import ModelServer, ServerSettings
+from flowgrpo.generate.engine import Engine, EngineSettings
+from flowgrpo.generate.sampler import MAX_TOP_K
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.recipes import registry
-from flowgrpo.recipes.hosted import narrowest_rows
-from flowgrpo.rollout.records import Played, to_json
+from flowgrpo.recipes.hosted import default_min_decode_batch
+from flowgrpo.rollout.records import RecordedTrajectory, to_json
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput, Task
 
@@ -89,13 +94,15 @@ def serving_engine(model: Model) -> Engine:
     return Engine(
         model.policy,
         model.params,
-        slots=_SLOTS.value,
-        slot_length=_CONTEXT.value,
-        banned=model.banned,
-        kept=MAX_KEPT,
-        mixed=True,
-        narrowest=narrowest_rows(),
-        text_of=model.text.decode,
+        EngineSettings(
+            slots=_SLOTS.value,
+            slot_length=_CONTEXT.value,
+            banned=model.banned,
+            max_recorded_top_k=MAX_TOP_K,
+            mixed=True,
+            min_decode_batch=default_min_decode_batch(),
+        ),
+        detokenize=model.tokenizer.decode,
     )
 
 
@@ -109,8 +116,8 @@ def judge(stack: ExitStack) -> Reward | None:
     if named not in registry.DOMAINS:
         known = ", ".join(registry.DOMAINS)
         raise BadInput(f"--reward={named} must be posted, MODULE:FUNCTION, or a domain among {known}")
-    sandbox = stack.enter_context(Sandbox(workers=launch.cores(), preload=registry.preload([named])))
-    return registry.route(registry.Means(sandbox=sandbox), default=named)
+    sandbox = stack.enter_context(Sandbox(workers=launch.num_cores(), preload=registry.modules_to_preload([named])))
+    return registry.route_by_domain(registry.RewardContext(sandbox=sandbox), default=named)
 
 
 class Recorder:
@@ -120,7 +127,7 @@ class Recorder:
         self._path = None if path is None else make_folder(Path(path).parent) / Path(path).name
         self._lock, self.count = threading.Lock(), 0
 
-    def __call__(self, played: Played) -> None:
+    def __call__(self, played: RecordedTrajectory) -> None:
         """Add a session."""
         with self._lock:
             self.count += 1
@@ -141,36 +148,43 @@ def open_gateway() -> Iterator[Gateway]:
         name: os.environ.get(f"FLOWGRPO_{name.upper()}") if flag.value is None else flag.value
         for name, flag in (("token", _TOKEN), ("admin_token", _ADMIN_TOKEN))
     }
-    doors: dict[str, Any] = {
-        "host": _HOST.value,
-        **tokens,
-        "origins": tuple(_ORIGINS.value),
-        "hosts": tuple(_HOSTS.value),
-    }
-    Doors(**doors)  # which says what is wrong before a model is loaded
+    # Made here, so that bad values are refused before a model is loaded.
+    access = AccessPolicy(_HOST.value, **tokens, origins=tuple(_ORIGINS.value), hosts=tuple(_HOSTS.value))
     with ExitStack() as stack:
         reward, recorder = judge(stack), Recorder(_RECORD.value)
         model = load_model(_MODEL.value, dtype=_DTYPE.value)
         engine = stack.enter_context(serving_engine(model))
-        served = Served(
-            engine,
-            model.text,
-            model.policy,
-            model.params,
+        settings = ServerSettings(
             turns=_TURNS.value,
             max_tokens=_MAX_TOKENS.value,
             context_tokens=_CONTEXT.value,
             temperature=_TEMPERATURE.value,
             silent_seconds=_SILENT.value,
-            sessions=_SESSIONS.value,
-            reward=reward,
-            on_played=recorder,
-            load=partial(load_model, dtype=_DTYPE.value),
+            max_sessions=_SESSIONS.value,
         )
-        spell = model.text.decode
+        load = partial(load_model, dtype=_DTYPE.value)
+        server = ModelServer(
+            engine,
+            model.tokenizer,
+            model.policy,
+            model.params,
+            settings,
+            reward=reward,
+            on_session_end=recorder,
+            load=load,
+        )
+        decode = model.tokenizer.decode
         del model  # or its weights would stay when others have taken their place
-        how = {"ask": served.ask, "begin": served.begin, "swap": served.swap}
-        yield stack.enter_context(Gateway(model=_NAME.value, spell=spell, port=_PORT.value, **how, **doors))
+        gateway = Gateway(
+            model=_NAME.value,
+            decode=decode,
+            complete=server.complete,
+            open_session=server.open_session,
+            update_weights=server.update_weights,
+            access=access,
+            port=_PORT.value,
+        )
+        yield stack.enter_context(gateway)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How to run a model on some devices: which mesh, how many rows at a time, and what is computed again.
+"""Plan how to run a model on devices: mesh, micro-batch size and rematerialisation.
 
     python -m experiments.plan --model=qwen2.5-7b --devices=8 --memory=80GiB
     python -m experiments.plan --model=FOLDER --devices=64 --queries=64 --samples=16 --length=8192 --compile_top=2
@@ -6,13 +6,12 @@
     python -m experiments.plan --model=qwen2.5-1.5b --target=v5e-8,h100-1 --rows=64 --slots=64
 
 Every mesh, with and without remat and at all sizes of micro-batches, is ranked by formula (see `candidates`); then the
-very programs of the best few are compiled without weights (see `planning.dry_run`): for virtual devices, or with
-`--target` by the compiler of that machine, which is not needed for it (`pip install '.[aot]'`). The compiler's
-word counts: memory at its fullest, whether that fits, bytes that are moved and sent, and so the least time of an update
-and of a decoding step. With `--mesh` that one alone is looked at; with `--decode_mesh` the same devices decode on
-another, and what it takes to bring the parameters there is shown (`reshard`). `--model` is a folder with a config.json,
-or the name of a published shape. What does not fit is listed with what takes most of the memory. Seconds by formula
-only rank.
+programs of the best few are compiled without weights (see `planning.dry_run`): for virtual devices, or with `--target`
+by the compiler of that machine, which need not be present (`pip install '.[aot]'`). The compiler's numbers decide: peak
+memory, whether it fits, bytes moved and sent, and so a lower bound on the time of an update and of a decode step. With
+`--mesh` only that mesh is considered; with `--decode_mesh` the same devices decode on another, and the cost of bringing
+the parameters there is shown (`reshard`). `--model` is a folder with a config.json, or the name of a published shape.
+Plans that do not fit are listed with their largest buffers. Seconds by formula are only used to rank.
 """
 
 import json
@@ -23,48 +22,54 @@ from typing import Any
 from absl import flags
 
 from flowgrpo import launch
-from flowgrpo.recipes.names import BASES, WHOLE_BASE
+from flowgrpo.recipes.names import BASE_DTYPES, WHOLE_BASE
 
 from .cli import app
 from .cli.help import flag_heading
 
 _DTYPES = ["float32", "bfloat16", "float16"]
-flag_heading("What is run")
+flag_heading("Run")
 _MODEL = flags.DEFINE_string("model", "qwen2.5-7b", "Folder with a config.json, or the name of a published shape.")
 _ALGORITHM = flags.DEFINE_string("algorithm", "flow_grpo", "Member of the family.")
 _BETA = flags.DEFINE_float("beta", 0.001, "Weight of the KL term; 0 needs no reference.", lower_bound=0.0)
-_LORA = flags.DEFINE_integer("lora_rank", 0, "Rank of an adapter; 0 trains all parameters.", lower_bound=0)
-_BASE = flags.DEFINE_enum("base", WHOLE_BASE, BASES, "How the frozen weights under an adapter are kept.")
-_PROGRAMS = flags.DEFINE_list("programs", None, "Which programs to compile; by default all.")
-_TOP = flags.DEFINE_integer("compile_top", 1, "How many of the best are compiled.", lower_bound=0)
-_SHOWN = flags.DEFINE_integer("shown", 8, "Lines of each table.", lower_bound=1)
-_ROLLOUT = flags.DEFINE_bool("rollout", True, "The same devices decode; --norollout plans the update alone.")
+_LORA = flags.DEFINE_integer("lora_rank", 0, "Rank of a LoRA adapter; 0: train all parameters.", lower_bound=0)
+_BASE = flags.DEFINE_enum("base", WHOLE_BASE, BASE_DTYPES, "Type of the frozen weights under an adapter.")
+_PROGRAMS = flags.DEFINE_list("programs", None, "Programs to compile; by default all.")
+_TOP = flags.DEFINE_integer("compile_top", 1, "Number of the best plans to compile.", lower_bound=0)
+_SHOWN = flags.DEFINE_integer("shown", 8, "Number of lines of each table.", lower_bound=1)
+_ROLLOUT = flags.DEFINE_bool("rollout", True, "Plan decoding on the same devices, too; --norollout: the update only.")
 flag_heading("Sizes")
-_QUERIES = flags.DEFINE_integer("queries", 32, "Queries of an update.", lower_bound=1)
-_SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a query.", lower_bound=1)
-_ROWS = flags.DEFINE_integer("rows", None, "Packed rows of an update; by default one a trajectory.", lower_bound=1)
-_LENGTH = flags.DEFINE_integer("length", 4096, "Tokens of a row, and of a slot that decodes.", lower_bound=2)
+_QUERIES = flags.DEFINE_integer("queries", 32, "Number of queries per update.", lower_bound=1)
+_SAMPLES = flags.DEFINE_integer("samples", 8, "Number of trajectories per query.", lower_bound=1)
+_ROWS = flags.DEFINE_integer("rows", None, "Packed rows per update; by default one per trajectory.", lower_bound=1)
+_LENGTH = flags.DEFINE_integer("length", 4096, "Tokens of a row, and of a decoding slot.", lower_bound=2)
 _PROMPT = flags.DEFINE_integer("prompt", 512, "Tokens of a prompt.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 128, "Tokens of a stretch of decoding.", lower_bound=1)
-_SLOTS = flags.DEFINE_integer("slots", 256, "Trajectories that decode together, on all devices.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 128, "Tokens per decode program.", lower_bound=1)
+_SLOTS = flags.DEFINE_integer(
+    "slots", 256, "Number of trajectories that decode together, on all devices.", lower_bound=1
+)
 flag_heading("Costs")
-_TFLOPS = flags.DEFINE_float("tflops", 300.0, "10^12 operations a second of a device; ranks only.", lower_bound=1e-3)
-_BANDWIDTH = flags.DEFINE_float("bandwidth", 2000.0, "GB a second of its memory; ranks only.", lower_bound=1e-3)
-_LINK = flags.DEFINE_float("link", 100.0, "GB a second between devices; ranks only.", lower_bound=1e-3)
+_TFLOPS = flags.DEFINE_float("tflops", 300.0, "Peak TFLOP/s of a device; for ranking only.", lower_bound=1e-3)
+_BANDWIDTH = flags.DEFINE_float(
+    "bandwidth", 2000.0, "Memory bandwidth of a device in GB/s; for ranking only.", lower_bound=1e-3
+)
+_LINK = flags.DEFINE_float("link", 100.0, "Bandwidth between devices in GB/s; for ranking only.", lower_bound=1e-3)
 flag_heading("Devices and memory")
 _TARGET = flags.DEFINE_list(
     "target", None, "Machines to compile for, by commas, such as v5e-8 or h100-1; their figures take the flags' place."
 )
-_COUNT = flags.DEFINE_integer("devices", 8, "How many devices there are.", lower_bound=1, upper_bound=512)
-_MEMORY = flags.DEFINE_string("memory", "80GiB", "Memory of each: a number with GiB, GB, MiB or MB.")
-_MESH = flags.DEFINE_string("mesh", None, "The only mesh to look at, as data=2,fsdp=4,tensor=1.")
-_DECODE_MESH = flags.DEFINE_string("decode_mesh", None, "Mesh on which the same devices decode, if it is another.")
-_MICRO = flags.DEFINE_integer("micro_rows", None, "The only size of micro-batches to look at.", lower_bound=1)
-_REMAT = flags.DEFINE_bool("remat", None, "Only with, or only without, computing layers again.")
-_CHUNK = flags.DEFINE_integer("chunk", 1024, "Tokens of which all logits are there at once.", lower_bound=1)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", _DTYPES, "What parameters are held in; a base in --compute_dtype.")
-_COMPUTE = flags.DEFINE_enum("compute_dtype", "bfloat16", [*_DTYPES, "float16"], "What the update computes in.")
-_OFFLOAD = flags.DEFINE_bool("offload", True, "Models that a stage does not read are moved off the device.")
+_COUNT = flags.DEFINE_integer("devices", 8, "Number of devices.", lower_bound=1, upper_bound=512)
+_MEMORY = flags.DEFINE_string("memory", "80GiB", "Memory of a device: a number with GiB, GB, MiB or MB.")
+_MESH = flags.DEFINE_string("mesh", None, "The only mesh to consider, such as data=2,fsdp=4,tensor=1.")
+_DECODE_MESH = flags.DEFINE_string(
+    "decode_mesh", None, "Mesh for decoding on the same devices; by default that of the update."
+)
+_MICRO = flags.DEFINE_integer("micro_rows", None, "The only micro-batch size to consider.", lower_bound=1)
+_REMAT = flags.DEFINE_bool("remat", None, "Only with, or only without, rematerialisation.")
+_CHUNK = flags.DEFINE_integer("chunk", 1024, "Number of tokens whose logits are in memory at once.", lower_bound=1)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", _DTYPES, "Type of the parameters; a frozen base is in --compute_dtype.")
+_COMPUTE = flags.DEFINE_enum("compute_dtype", "bfloat16", [*_DTYPES, "float16"], "Compute type of the update.")
+_OFFLOAD = flags.DEFINE_bool("offload", True, "Move models that a stage does not read off the device.")
 
 app.read_flags(__name__)
 
@@ -83,10 +88,10 @@ from flowgrpo.planning.mesh_search import (
     Candidate,
     Machine,
     MemorySettings,
-    candidates,
-    meshes,
-    remedies,
+    list_meshes,
+    rank_candidates,
     shape_of_model,
+    suggest_remedies,
 )
 from flowgrpo.planning.targets import Target, check_dtype, parse_target, target_devices
 from flowgrpo.recipes.dry_runs import parse_memory, show_programs
@@ -204,7 +209,7 @@ def _found(
     config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, count: int, layouts: list
 ) -> list[Candidate]:
     """The ways that the flags leave."""
-    every, micro, remat = candidates(config, job, run, machine, layouts), _MICRO.value, _REMAT.value
+    every, micro, remat = rank_candidates(config, job, run, machine, layouts), _MICRO.value, _REMAT.value
     found = [x for x in every if micro in (None, x.job.micro_rows) and remat in (None, x.job.remat)]
     if not found:
         raise BadInput(f"--micro_rows={micro} suits no mesh: {count} devices share the rows of a batch")
@@ -218,13 +223,13 @@ def plan(
     count = _COUNT.value if target is None else target.count
     run = replace(_memory_of(), reference="logp_ref" in algorithm.needs)
     given = None if _MESH.value is None else parse_mesh(_MESH.value, count)
-    layouts = list(meshes(config, count)) if given is None else [given]
+    layouts = list(list_meshes(config, count)) if given is None else [given]
     found = _found(config, job, run, machine, count, layouts)
-    fitting = [x for x in found if x.needed <= machine.memory]
+    fitting = [x for x in found if x.peak_bytes <= machine.memory]
     there = f"{machine.memory / GIB:g} GiB" + ("" if target is None else f" of each device of {target.name}")
     print(f"{len(fitting)} of {len(found)} ways fit {there} by formula; the fastest:")
     show_lines([_row_of(x) for x in fitting[: _SHOWN.value]])
-    others = [_row_of(x) | {"why_not": _reason(x, machine.memory)} for x in found if x.needed > machine.memory]
+    others = [_row_of(x) | {"why_not": _reason(x, machine.memory)} for x in found if x.peak_bytes > machine.memory]
     if others:
         print("the nearest of those that do not fit:")
         show_lines(others[: _SHOWN.value])
@@ -234,7 +239,7 @@ def plan(
     result: dict[str, Any] = {"target": None if target is None else target.name, "devices": count}
     result |= {"memory": machine.memory, "fitting": [_row_of(x) for x in fitting[: _SHOWN.value]]}
     if not (any(x["fits"] for x in compiled) if compiled else fitting):
-        result["would_fit"] = remedies(config, job, run, machine, count)
+        result["would_fit"] = suggest_remedies(config, job, run, machine, count)
         print(f"nothing that was tried fits; by formula these would: {'; '.join(result['would_fit'])}")
     return result | {"not_fitting": others[: _SHOWN.value], "compiled": compiled}
 

@@ -1,33 +1,35 @@
-"""Draw all that a run has figures for.
+"""Plot the metrics of a run.
 
     python -m experiments.plots --workdir=runs/agentflow-0
     python -m experiments.plots --workdir=runs/agentflow-0 --out=paper --format=png,svg
 
-Reads `metrics.jsonl` and `timings.jsonl`, of a run that still goes on, too, and writes a picture each into `plots/` of
-the run: learning curves, entropy and KL, histograms of ratios and advantages, turns, tools, speed, stages. It says what
-it wrote, and what it left out and why. Equal figures give equal bytes. Takes a few seconds.
+Reads `metrics.jsonl` and `timings.jsonl`, also of a run that is still running, and writes figures into `plots/` of the
+run: learning curves, entropy and KL, histograms of ratios and advantages, turns, tools, speed, stages. Prints the files
+written, and the figures left out with the reason. Equal metrics give equal bytes. Takes a few seconds.
 """
 
 import json
 
 from absl import flags
 
-from flowgrpo.report.figures import FORMATS, draw_all
+from flowgrpo.report.figures import FORMATS, draw_plots
 
 from .cli import app
 from .cli.help import flag_heading
 
-flag_heading("What is run")
+flag_heading("Run")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of the run.", required=True)
-_OUT = flags.DEFINE_string("out", None, "Where pictures go; plots/ in the folder of the run by default.")
-_FORMAT = flags.DEFINE_list("format", [FORMATS[0]], f"Of the pictures, by commas: {', '.join(FORMATS)}.")
+_OUT = flags.DEFINE_string("out", None, "Folder of the figures; plots/ in the folder of the run by default.")
+_FORMAT = flags.DEFINE_list(
+    "format", [FORMATS[0]], f"Formats of the figures, separated by commas: {', '.join(FORMATS)}."
+)
 
 app.read_flags(__name__)
 
 
 def main() -> None:
     """Draw, and print what was drawn, with a JSON line."""
-    written, left_out = draw_all(str(_WORKDIR.value), _OUT.value, formats=_FORMAT.value)
+    written, left_out = draw_plots(str(_WORKDIR.value), _OUT.value, formats=_FORMAT.value)
     for path in written:
         print(f"written   {path}")
     for name, why in left_out.items():

@@ -1,4 +1,4 @@
-"""A planner that starts weak learns to use tools over several turns, by Flow-GRPO, while you watch.
+"""Train a small planner to use tools over several turns, by Flow-GRPO, within minutes on a CPU.
 
     python -m experiments.quickstart
     python -m experiments.quickstart --env=arithmetic --seed=1 --workdir=runs/mine
@@ -6,12 +6,12 @@
     python -m experiments.quickstart --control=shuffled_rewards
 
 Two phases: a small model imitates flawed demonstrations, and is then trained in the environment on nothing but the
-outcome. At the end the table compares both on tasks of kinds that neither training nor the choice of the checkpoint
-has seen, and shows one of them before and after. The same command goes on where a run was stopped.
+outcome. At the end a table compares both on held-out tasks, used neither in training nor to choose the checkpoint, and
+one of them is shown before and after. The same command resumes a run that was stopped.
 
 Runs on any CPU, offline. Expected of `lookup` in a minute of one core: the success on test tasks rises from 14 to 98 %,
-and the share of calls to the right of four tools from 31 to 99 % (medians of ten seeds, the worst of which ends at
-93 %). `arithmetic` takes 8 minutes of one core, 18 of a slow one, and rises from 19 to 98 %; `maze` comes to 48 or
+and the fraction of calls of the right one of four tools from 31 to 99 % (medians of ten seeds, the worst of which ends
+at 93 %). `arithmetic` takes 8 minutes of one core, 18 of a slow one, and rises from 19 to 98 %; `maze` reaches 48 or
 55 %. On `lookup` no control rises by more than three points. There `--algorithm=ppo` comes to 99 % in 75 updates, and
 `--algorithm=dpo` in 150 (seed 0): 182 and 124 seconds of one core.
 """
@@ -25,11 +25,11 @@ from flowgrpo import launch
 from flowgrpo.recipes.pure_config import Config, preset
 
 from .cli import app
-from .cli.flags import chosen_run, define_config, define_run, given
+from .cli.flags import define_config, define_run, given_settings, run_options
 from .cli.help import flag_heading
 
 define_config(Config)
-flag_heading("What is run")
+flag_heading("Run")
 _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 1, "Runs with successive seeds, one after another.", lower_bound=1)
 define_run("runs/quickstart-ENV-SEED")
 
@@ -40,10 +40,10 @@ from flowgrpo.recipes.pure import train
 
 def main() -> None:
     """Run every seed."""
-    results, first = [], preset(**given(Config))
+    results, first = [], preset(**given_settings(Config))
     for seed in range(first.seed, first.seed + _NUM_SEEDS.value):
         config = replace(first, seed=seed)
-        folder, options = chosen_run(f"runs/quickstart-{config.env.replace(':', '-')}-{seed}")
+        folder, options = run_options(f"runs/quickstart-{config.env.replace(':', '-')}-{seed}")
         if flags.FLAGS["workdir"].value and _NUM_SEEDS.value > 1:
             folder = folder / f"seed{seed}"
         results.append(train(config, folder, **options))
@@ -54,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, cpu_devices=launch.cores())
+    app.run(main, cpu_devices=launch.num_cores())

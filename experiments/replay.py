@@ -1,12 +1,12 @@
-"""The updates of a cluster's run once more, from what it recorded; they must end at the same parameters (S2).
+"""Replay the updates of a cluster's run from its records; they must give the same parameters (S2).
 
     python -m experiments.replay runs/cluster-0
     python -m experiments.replay runs/cluster-0/events.jsonl --compilation_cache=runs/cache
 
-Every schedule is replayed in the same way, asynchronous ones too: which groups an update took, and which weights spoke
-in them, was a matter of clocks, and is what `events.jsonl` and `batches/` hold. The events go through the schedule
-again, which must give the same updates; the trajectories go through the trainer again, from the warm start on. Prints a
-line for each update and one JSON line; status 1 where the parameters are others.
+Every schedule can be replayed, asynchronous ones too: which groups an update used, and which weights sampled them,
+depended on timing, and is recorded in `events.jsonl` and `batches/`. The events go through the schedule again, which
+must give the same updates; the trajectories go through the trainer again, from the warm start on. Prints a line for
+each update and one JSON line; the status is 1 if the parameters differ.
 """
 
 import json
@@ -20,8 +20,8 @@ from flowgrpo.recipes.cluster_config import schedule_of
 from .cli import app
 from .cli.help import flag_heading
 
-flag_heading("What is run")
-_ROOT = flags.DEFINE_string("run", None, "The work directory of the run, or its events.jsonl; may stand alone.")
+flag_heading("Run")
+_ROOT = flags.DEFINE_string("run", None, "Work directory of the run, or its events.jsonl; --run may be omitted.")
 
 if __name__ == "__main__" and len(sys.argv) > 1 and not sys.argv[1].startswith("-"):
     sys.argv[1] = f"--run={sys.argv[1]}"

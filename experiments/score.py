@@ -1,15 +1,15 @@
-"""Scores answers: a file of tasks and a file of answers flow in, a file of values with their reasons flows out.
+"""Score a file of answers to a file of tasks: writes a file of values with reasons.
 
     python -m experiments.score --tasks=tasks.jsonl --answers=answers.jsonl --out=scores.jsonl
     python -m experiments.score --tasks='reasoning_gym:chain_sum?size=100' --answers=answers.jsonl --out=scores.jsonl
 
 Tasks are `{id, query, answers, domain, …}` (`flowgrpo/data/task_files.py` lists the forms), answers `{id, output}`; a
-line of the result is `{id, value, reason, parts, made_of}`, with value null where there is no verdict, and a hash of
-what the score was made of: task, answer and settings. The domain of a task decides who judges it; with --judge, it is
-the P("Yes") of a model for all. Lines are written as they come, and the same command goes on where it was stopped:
-values are kept, what has none is judged again, and a file with scores of other tasks, answers or settings is refused.
-Prints a table by domain, whose means are over the valid values, and one JSON line. Short answers
-take well below a millisecond each, programs about 50 ms on a core.
+line of the result is `{id, value, reason, parts, made_of}`, with value null if there is none, and a hash of task,
+answer and settings. The domain of a task decides which reward judges it; with --judge, it is the P("Yes") of a model
+for all. Lines are appended as they are computed, and the same command resumes: values are kept, missing ones are
+judged again, and a file with scores of other tasks, answers or settings is refused. Prints a table by domain, with
+means over the valid values, and one JSON line. Short answers take well below a millisecond each, programs about 50 ms
+on a core.
 """
 
 import json
@@ -30,28 +30,30 @@ from flowgrpo import launch
 from .cli import app
 from .cli.help import flag_heading
 
-flag_heading("What is run")
+flag_heading("Run")
 _TASKS = flags.DEFINE_string("tasks", None, "Tasks: a .jsonl or .parquet file, or reasoning_gym:NAME.", required=True)
 _ANSWERS = flags.DEFINE_string("answers", None, "Answers: a .jsonl file of {id, output}.", required=True)
-_DOMAIN = flags.DEFINE_string("domain", None, "The domain of tasks that name none, or one that nobody judges.")
-_JUDGE = flags.DEFINE_string("judge", None, "Folder of a model that judges all answers: P(Yes) is the value.")
-_TOLERANCE = flags.DEFINE_float("tolerance", None, "Relative and absolute, of numbers.", lower_bound=0)
+_DOMAIN = flags.DEFINE_string("domain", None, "Domain of tasks without one, or with an unknown one.")
+_JUDGE = flags.DEFINE_string("judge", None, "Folder of a model that judges all answers; the value is P(Yes).")
+_TOLERANCE = flags.DEFINE_float("tolerance", None, "Relative and absolute tolerance for numbers.", lower_bound=0)
 flag_heading("Devices and memory")
-_SECONDS = flags.DEFINE_float("seconds", 5.0, "Seconds of one check.", lower_bound=0.01)
-_WORKERS = flags.DEFINE_integer("sandbox_workers", None, "Checks at once; by default one a core.", lower_bound=1)
-_UNSAFE = flags.DEFINE_bool("unsafe_sandbox", False, "Run code even where nothing isolates it from this machine.")
+_SECONDS = flags.DEFINE_float("seconds", 5.0, "Timeout of one check, in seconds.", lower_bound=0.01)
+_WORKERS = flags.DEFINE_integer(
+    "sandbox_workers", None, "Number of concurrent checks; by default one per core.", lower_bound=1
+)
+_UNSAFE = flags.DEFINE_bool("unsafe_sandbox", False, "Run code even if it can't be isolated from this machine.")
 flag_heading("Files and resuming")
-_OUT = flags.DEFINE_string("out", None, "Where the scores go; what is there already is kept.", required=True)
+_OUT = flags.DEFINE_string("out", None, "File of the scores; existing ones are kept.", required=True)
 _FIELDS = flags.DEFINE_list("fields", [], "Names of fields in the task file, such as query=question,answers=gold.")
-_SKIP = flags.DEFINE_bool("skip_bad", False, "Leave bad lines out, and say so, instead of ending.")
+_SKIP = flags.DEFINE_bool("skip_bad", False, "Report and skip bad lines instead of stopping.")
 
 app.read_flags(__name__)
 
 import flowgrpo as fg
-from flowgrpo.contracts import Reward, Scored
-from flowgrpo.data.task_files import FileRecord, json_lines, parse_fields, read_tasks
+from flowgrpo.contracts import Reward, RewardResult
+from flowgrpo.data.task_files import FileRecord, parse_fields, read_json_lines, read_tasks
 from flowgrpo.data.tasks import Tasks
-from flowgrpo.files import is_file, write_whole
+from flowgrpo.files import is_file, write_atomic
 from flowgrpo.recipes import registry
 from flowgrpo.report.metrics import read_metrics
 from flowgrpo.report.progress import Progress
@@ -75,7 +77,7 @@ def read_answers(path: Path, *, skip_bad: bool) -> Answers:
     if not is_file(path):
         raise fg.BadInput(f"--answers={path} is no file; give a .jsonl file of {{id, output}}")
     answers = Answers({}, [])
-    for record in json_lines(path, "an answer is {id, output}"):
+    for record in read_json_lines(path, "an answer is {id, output}"):
         try:
             identity, output = _answer(record)
             if identity in answers.outputs:
@@ -131,19 +133,19 @@ def hash_of(task: Task, output: str, settings: Mapping[str, Any]) -> str:
     return blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
-def line_of(identity: str, scored: Scored, made_of: str) -> str:
+def line_of(identity: str, scored: RewardResult, made_of: str) -> str:
     """A line of the result; a part that is no number is null."""
     parts = {name: part if math.isfinite(part) else None for name, part in scored.parts.items()}
     line = {"id": identity, "value": scored.value, "reason": scored.reason, "parts": parts, "made_of": made_of}
     return json.dumps(line)
 
 
-def score_all(reward: Reward, todo: Sequence[tuple[Task, str]], *, workers: int) -> Iterator[tuple[Task, Scored]]:
+def score_all(reward: Reward, todo: Sequence[tuple[Task, str]], *, workers: int) -> Iterator[tuple[Task, RewardResult]]:
     """The scores of tasks and outputs in their order, as they come, by so many threads."""
     pool = ThreadPoolExecutor(workers)
     chunks = [tuple(zip(*todo[start : start + CHUNK], strict=True)) for start in range(0, len(todo), CHUNK)]
     try:
-        scored = pool.map(lambda chunk: reward.many(*chunk), chunks)
+        scored = pool.map(lambda chunk: reward.score_all(*chunk), chunks)
         for (tasks, _), found in zip(chunks, scored, strict=True):
             yield from zip(tasks, found, strict=True)
     finally:
@@ -151,7 +153,7 @@ def score_all(reward: Reward, todo: Sequence[tuple[Task, str]], *, workers: int)
 
 
 def write_scores(
-    scores: Iterator[tuple[Task, Scored]], out: TextIO, made_of: Mapping[str, str], total: int, progress: Progress
+    scores: Iterator[tuple[Task, RewardResult]], out: TextIO, made_of: Mapping[str, str], total: int, progress: Progress
 ) -> None:
     """Write each score when it comes, and say now and then how far it is."""
     said = time.monotonic()
@@ -209,7 +211,7 @@ def _say_faults(progress: Progress, what: str, faults: Sequence[str]) -> None:
     """Say how many faults of a kind there are, and the first of them."""
     if faults:
         first = "; ".join(faults[:SHOWN]) + ("; …" if len(faults) > SHOWN else "")
-        progress.say(f"{len(faults)} {what}: {first}")
+        progress.log(f"{len(faults)} {what}: {first}")
 
 
 def make_judge(folder: str) -> Reward:
@@ -218,19 +220,19 @@ def make_judge(folder: str) -> Reward:
     from flowgrpo.rewards.judge import make_next_logp, verifier_probability
 
     model = load_model(folder)
-    return verifier_probability(model.text, make_next_logp(model.policy, model.params))
+    return verifier_probability(model.tokenizer, make_next_logp(model.policy, model.params))
 
 
 def _make_reward(names: Set[str], modules: Iterable[str], sandbox: Sandbox) -> Reward:
     """Make the reward that judges tasks of these domains, as the flags have it: a judge, or the router of domains."""
     if _JUDGE.value:
         return make_judge(_JUDGE.value)
-    means = registry.Means(sandbox=sandbox, seconds=_SECONDS.value, tolerance=_TOLERANCE.value)
+    means = registry.RewardContext(sandbox=sandbox, seconds=_SECONDS.value, tolerance=_TOLERANCE.value)
     for module in modules:
         sandbox.call(f"{module}:is_warm", seconds=60.0)  # what can't be loaded ends the command here
     if "code" in names and not (_UNSAFE.value or sandbox.isolation.active):
         raise fg.BadInput(f"code can't be judged here: {sandbox.isolation}; --unsafe_sandbox runs it all the same")
-    return registry.route(means, default=_DOMAIN.value)
+    return registry.route_by_domain(means, default=_DOMAIN.value)
 
 
 def _settings_of() -> dict[str, Any]:
@@ -273,13 +275,13 @@ def main() -> None:
     _say_faults(progress, "tasks have no answer", without)
     todo = [(known[i], answers.outputs[i]) for i in made_of if i not in kept]
     if kept:
-        progress.say(f"{len(kept)} scores are in {out} already, {len(todo)} are to come")
-    workers = _WORKERS.value or launch.cores()
+        progress.log(f"{len(kept)} scores are in {out} already, {len(todo)} are to come")
+    workers = _WORKERS.value or launch.num_cores()
     names = {task.domain for task, _ in todo} | {_DOMAIN.value or ""}
-    modules = () if _JUDGE.value else registry.preload(names)
+    modules = () if _JUDGE.value else registry.modules_to_preload(names)
     with Sandbox(workers=workers, preload=modules, unsafe=_UNSAFE.value) as sandbox:
         scores = score_all(_make_reward(names, modules, sandbox), todo, workers=workers) if todo else iter(())
-        write_whole(out, "".join(json.dumps(line) + "\n" for line in kept.values()))
+        write_atomic(out, "".join(json.dumps(line) + "\n" for line in kept.values()))
         with out.open("a") as file:
             write_scores(scores, file, made_of, len(todo), progress)
     lines = read_scores(out)

@@ -1,17 +1,17 @@
-"""Train a model on an environment of your own: a TRL-style class, gymnasium, textarena, or a server of OpenEnv.
+"""Train a model on an external environment: a TRL-style class, gymnasium, textarena, or an OpenEnv server.
 
     python -m experiments.train_env --model=PATH --env=trl:my_module:MyEnvironment
     python -m experiments.train_env --model=PATH --env=gymnasium:FrozenLake-v1 --instructions="Answer with a number."
     python -m experiments.train_env --model=PATH --env=textarena:Wordle-v0 --python=/other/venv/bin/python
     python -m experiments.train_env --model=PATH --env=openenv:ws://127.0.0.1:8000/ws
 
-The environment lives in a process of its own, of --python where its packages would fight with these, and pays for its
-episodes by itself. A TRL-style class has `reset`, public methods that are the model's tools, and `get_reward`; its
-`reset` is given the fields of a line of --tasks, where there are some. Of the others each action is a step: the number
-that stands last in it, or its words, as the environment's space of actions wants it. An observation that can't be had
-in --env_seconds ends its episode, which then takes no part in training.
+The environment runs in a separate process, with --python if its packages conflict with these, and computes its own
+rewards. A TRL-style class has `reset`, public methods that are the model's tools, and `get_reward`; its `reset` gets
+the fields of a line of --tasks, if there are tasks. For the others each action is a step: its last number, or its text,
+as the action space requires. If an observation takes longer than --env_seconds, the episode ends and is not trained
+on.
 
-The work directory is that of every run (docs/checkpoints.md). The same command goes on where a run was stopped.
+The work directory is that of every run (docs/checkpoints.md). The same command resumes a run that was stopped.
 """
 
 import json
@@ -19,7 +19,7 @@ import json
 from flowgrpo.recipes.own_env_config import Config, preset
 
 from .cli import app
-from .cli.flags import chosen_run, define_config, define_run, given
+from .cli.flags import define_config, define_run, given_settings, run_options
 
 define_config(Config)
 define_run("runs/train_env-SEED")
@@ -31,8 +31,8 @@ from flowgrpo.recipes import own_env
 
 def main() -> None:
     """Train."""
-    config = preset(**given(Config))
-    folder, options = chosen_run(f"runs/train_env-{config.seed}")
+    config = preset(**given_settings(Config))
+    folder, options = run_options(f"runs/train_env-{config.seed}")
     print(json.dumps(own_env.train(config, folder, **options)))
 
 

@@ -1,11 +1,11 @@
-"""Show what a run's planner did as one HTML page: every recorded trajectory, turn by turn and token by token.
+"""Show the recorded trajectories of a run as one HTML page, turn by turn and token by token.
 
     python -m experiments.view --workdir=runs/quickstart-lookup-0
     python -m experiments.view --workdir=runs/agentflow-0 --out=agentflow.html
     python -m experiments.view --workdir=runs/agentflow-0 --ratios=best
 
-Reads `trajectories/` of a run of quickstart, agentflow, cluster or self_verify, which may still be going on, and writes
-`trajectories.html` beside it, which opens in any browser without a network. Takes seconds. `--ratios` scores the
+Reads `trajectories/` of a run of quickstart, agentflow, cluster or self_verify, which may still be running, and writes
+`trajectories.html` next to it, which opens in any browser without a network. Takes seconds. `--ratios` scores the
 recorded tokens with the weights of a checkpoint, as training does, in a forward pass over all of them, and colours
 them by π(checkpoint) / π(sampled).
 """
@@ -14,16 +14,18 @@ from pathlib import Path
 
 from absl import flags
 
-from flowgrpo.recipes.names import WHICH
+from flowgrpo.recipes.names import CHECKPOINT_NAMES
 
 from .cli import app
 from .cli.help import flag_heading
 
-flag_heading("What is run")
+flag_heading("Run")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
-_OUT = flags.DEFINE_string("out", None, "The file to write; trajectories.html in the run's folder by default.")
-_RATIOS = flags.DEFINE_enum("ratios", None, WHICH, "Score the tokens with this checkpoint, for ratios.")
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "Folder or hub id of the tokenizer, where the run's own is gone.")
+_OUT = flags.DEFINE_string("out", None, "File to write; trajectories.html in the run's folder by default.")
+_RATIOS = flags.DEFINE_enum(
+    "ratios", None, CHECKPOINT_NAMES, "Color tokens by the ratio of this checkpoint to the sampler."
+)
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "Folder or hub id of the tokenizer, if the run's own is gone.")
 
 app.read_flags(__name__)
 

@@ -1,14 +1,14 @@
-"""flowgrpo: training language-model agents that act over several turns with tools, by Flow-GRPO.
+"""flowgrpo: train language-model agents that act over several turns with tools, by Flow-GRPO.
 
     tasks -> rollout -> Trajectories -> rewards -> advantages -> pack -> Batch -> update -> params
 
     import flowgrpo as fg
 
-    fg.flow_grpo()                       the names that people compose, from all folders
-    fg.algorithms.gae(...)               a folder's own names, which its `__init__` lists
+    fg.flow_grpo()                       the main names of all folders
+    fg.algorithms.gae(...)               the other names of a folder, listed in its `__init__`
     fg.recipes.pure.train(...)           whole runs
 
-Names are listed in `__init__.pyi`, and are loaded when they are first used.
+Names are listed in `__init__.pyi`, and are imported on first use.
 """
 
 import lazy_loader

@@ -45,14 +45,14 @@ from .contracts import Call as Call
 from .contracts import Completion as Completion
 from .contracts import Env as Env
 from .contracts import HostEnv as HostEnv
+from .contracts import HostObservation as HostObservation
 from .contracts import HostStep as HostStep
 from .contracts import Observation as Observation
 from .contracts import Policy as Policy
 from .contracts import Request as Request
 from .contracts import Result as Result
 from .contracts import Reward as Reward
-from .contracts import Said as Said
-from .contracts import Scored as Scored
+from .contracts import RewardResult as RewardResult
 from .contracts import Scores as Scores
 from .contracts import Sizes as Sizes
 from .contracts import Step as Step
@@ -64,8 +64,10 @@ from .envs import check_env as check_env
 from .envs import lookup as lookup
 from .envs import maze as maze
 from .generate import Engine as Engine
+from .generate import EngineSettings as EngineSettings
 from .generate import remote as remote
 from .learner import LearnerState as LearnerState
+from .learner import UpdateSettings as UpdateSettings
 from .learner import init_learner as init_learner
 from .learner import make_optimizer as make_optimizer
 from .learner import make_update as make_update
@@ -81,7 +83,7 @@ from .rewards import router as router
 from .rollout import check_host_env as check_host_env
 from .rollout import demonstrate as demonstrate
 from .rollout import hosted as hosted
-from .rollout import make_exam as make_exam
+from .rollout import make_evaluation_rollout as make_evaluation_rollout
 from .rollout import make_rollout as make_rollout
 from .rollout import replay as replay
 from .run import Checkpoints as Checkpoints

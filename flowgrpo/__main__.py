@@ -1,6 +1,6 @@
 """The commands: `flowgrpo` lists them and `flowgrpo NAME --flags` runs one, as `python -m flowgrpo` does.
 
-They are the modules of `experiments/`, which lies beside the package in a checkout, and in it where it was installed.
+They are the modules of `experiments/`, which is next to the package in a checkout, and in the package if installed.
 """
 
 import runpy
@@ -10,11 +10,11 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run `experiments/__main__.py`, wherever it is."""
+    """Run `experiments/__main__.py` of the installed package, or else of the checkout."""
     package = "flowgrpo.experiments"
     if find_spec(package) is None:
         package, checkout = "experiments", Path(__file__).parents[1]
-        sys.path.insert(0, str(checkout))  # another folder of that common name may be nearer
+        sys.path.insert(0, str(checkout))  # before any other folder of that name
     runpy.run_module(package, run_name="__main__", alter_sys=True)
 
 

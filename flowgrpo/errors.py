@@ -1,5 +1,5 @@
-"""The error of everybody who is given something that can't be used."""
+"""The error of unusable input, for all modules."""
 
 
 class BadInput(ValueError):
-    """Error for input that can't be used; the message is one sentence that names the place and the fix."""
+    """Unusable input; the message is one sentence that names the value and the fix."""

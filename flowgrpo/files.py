@@ -1,5 +1,4 @@
-"""Files and folders that are there when they are whole, whatever interrupts their writer; code that a name names; the
-command that installs what is missing."""
+"""Atomic writes of files and folders, JSON files, imports by MODULE:NAME, and the pip command of a missing extra."""
 
 import ctypes
 import json
@@ -19,11 +18,13 @@ from uuid import uuid4
 
 from flowgrpo.errors import BadInput
 
+JSON = Any  # as in flowgrpo.types, which imports JAX
+
 AT_CWD, EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 
 
 def make_folder(folder: str | os.PathLike) -> Path:
-    """The folder, made where it is missing; `BadInput` where nothing can be written in it."""
+    """Create the folder if it is missing; raise `BadInput` if it is not writable."""
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -35,15 +36,15 @@ def make_folder(folder: str | os.PathLike) -> Path:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; a name that no file can have, as one of 5,000 characters, is none."""
+    """Whether the file exists; False for impossible names, such as one of 5,000 characters."""
     try:
         return path.is_file()
     except (OSError, ValueError):
         return False
 
 
-def parse_json(text: str | bytes, **options: Any) -> Any:
-    """Parse JSON as `json.loads` does; `ValueError` where it is nested deeper than Python can follow, too."""
+def parse_json(text: str | bytes, **options: Any) -> JSON:
+    """`json.loads`, which also raises `ValueError` for JSON that is nested too deeply for Python."""
     try:
         return json.loads(text, **options)
     except RecursionError:
@@ -51,9 +52,9 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 
 def read_json(path: Path, fix: str) -> dict[str, Any]:
-    """Load a file that holds one JSON object; `BadInput` says why it can't be read, and ends with the fix."""
+    """The JSON object in a file; the `BadInput` of an unreadable one ends with `fix`."""
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # reading a pipe would block
             raise ValueError("it is no file")
         value = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -64,110 +65,111 @@ def read_json(path: Path, fix: str) -> dict[str, Any]:
     return value
 
 
-def write_whole(path: Path, content: str | Callable[[Path], Any]) -> None:
-    """Write a text, or let `content` write a file beside this one, and only then put it in its place.
+def write_atomic(path: Path, content: str | Callable[[Path], Any]) -> None:
+    """Write a text, or let `content(path)` write the file, to a temporary file that then replaces `path` atomically.
 
-    Until then the place holds what it held. Several processes and threads may do this at the same time.
+    Several processes and threads may do this at the same time.
     """
-    beside = path.with_name(f".{path.name}-{uuid4().hex[:8]}")
+    temporary = path.with_name(f".{path.name}-{uuid4().hex[:8]}")
     try:
         if callable(content):
-            content(beside)
+            content(temporary)
         else:
-            beside.write_text(content, encoding="utf-8")
-        beside.replace(path)
+            temporary.write_text(content, encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
         raise BadInput(
             f"{path} could not be written ({error.strerror or error}): make room, or choose another place"
         ) from None
     finally:
-        with suppress(OSError):  # it is in its place, or can't have been made
-            beside.unlink()
+        with suppress(OSError):  # it has been moved, or could not be created
+            temporary.unlink()
 
 
-def replace_folder(folder: str | os.PathLike, fill: Callable[[Path], Any], *, names: Sequence[str], what: str) -> None:
-    """Let `fill` write into a new folder beside this one, and only then put it in its place.
+def replace_folder(folder: str | os.PathLike, fill: Callable[[Path], Any], *, names: Sequence[str], kind: str) -> None:
+    """Let `fill(path)` write into a temporary folder that then replaces `folder` atomically.
 
-    A folder that is there is replaced whole, in one step, if it is empty or holds files of these names (patterns)
-    alone, as `what` does; any other is refused. A process that is killed leaves the old one or the new one.
+    An existing folder is replaced only if it is empty or has only files of these `names` (patterns), as a `kind` has
+    (for messages: "a model"). A process that is killed leaves the old folder or the new one.
     """
-    place = Path(folder).resolve()
-    _check_replaceable(folder, place, names, what)
-    make_folder(place.parent)
-    beside = place.with_name(f".{place.name}-{uuid4().hex[:8]}")
+    target = Path(folder).resolve()
+    if target.exists():
+        if not target.is_dir():
+            raise BadInput(f"can't write {kind} to {folder}: it is a file; name a folder")
+        for item in sorted(target.iterdir()):
+            if not item.is_file() or not any(fnmatch(item.name, pattern) for pattern in names):
+                raise BadInput(
+                    f"{folder} holds {item.name}, which is no part of {kind}: name a new folder, or an empty one"
+                )
+    make_folder(target.parent)
+    temporary = target.with_name(f".{target.name}-{uuid4().hex[:8]}")
     try:
-        beside.mkdir()
-        fill(beside)
-        if place.exists():
-            _exchange(beside, place)
+        temporary.mkdir()
+        fill(temporary)
+        if target.exists():
+            _exchange(temporary, target)
         else:
-            beside.rename(place)
+            temporary.rename(target)
     except OSError as error:
         raise BadInput(
             f"{folder} could not be written ({error.strerror or error}): make room, or choose another place"
         ) from error
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check_replaceable(folder: str | os.PathLike, place: Path, names: Sequence[str], what: str) -> None:
-    if not place.exists():
+def _exchange(first: Path, second: Path) -> None:
+    """Exchange two folders atomically; by three renames if the system can't."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    if renameat2 is not None and not renameat2(AT_CWD, os.fsencode(first), AT_CWD, os.fsencode(second), EXCHANGE):
         return
-    if not place.is_dir():
-        raise BadInput(f"can't write {what} to {folder}: it is a file; name a folder")
-    others = (item for item in place.iterdir() if not item.is_file() or not any(fnmatch(item.name, n) for n in names))
-    if strange := sorted(item.name for item in others):
-        raise BadInput(f"{folder} holds {strange[0]}, which is no part of {what}: name a new folder, or an empty one")
+    temporary = first.with_name(f"{first.name}-old")
+    second.rename(temporary)
+    first.rename(second)
+    temporary.rename(first)
 
 
-def _exchange(one: Path, other: Path) -> None:
-    """Exchange two folders in one step; by three renames where the system has no such step."""
-    at_once = getattr(ctypes.CDLL(None), "renameat2", None)
-    if at_once is not None and not at_once(AT_CWD, os.fsencode(one), AT_CWD, os.fsencode(other), EXCHANGE):
-        return
-    aside = one.with_name(f"{one.name}-old")
-    other.rename(aside)
-    one.rename(other)
-    aside.rename(one)
-
-
-def import_named(name: str, what: str) -> Any:
-    """Import what `MODULE:NAME` names; the module may lie in the current folder. `what` it is, a message says."""
-    module, _, own = name.partition(":")
-    if not own:
-        raise BadInput(f"{what} {name!r} names a module and nothing in it: write MODULE:NAME")
+def import_named(name: str, kind: str) -> Any:
+    """Import `MODULE:NAME`; the module may be in the current folder. `kind` is used in error messages ("reward")."""
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise BadInput(f"{kind} {name!r} names a module and nothing in it: write MODULE:NAME")
     if not module or module.startswith("."):
-        raise BadInput(f"{what} {name!r} has no name of a module before the colon: write MODULE:NAME")
+        raise BadInput(f"{kind} {name!r} has no name of a module before the colon: write MODULE:NAME")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return getattr(import_module(module), own)
+        return getattr(import_module(module), attribute)
     except (Exception, SystemExit) as error:  # a module of the user's, which may raise anything
-        where = "its module lies in the current folder, or where Python looks"
-        raise BadInput(f"{what} {name!r} can't be imported: {failure(error)} (MODULE:NAME; {where})") from None
+        raise BadInput(
+            f"{kind} {name!r} can't be imported: {describe_error(error)} "
+            "(MODULE:NAME; its module lies in the current folder, or where Python looks)"
+        ) from None
 
 
-def failure(error: BaseException) -> str:
-    """What a user's code raised, in one line, with the place in it."""
-    words = " ".join(str(error).split())
+def describe_error(error: BaseException) -> str:
+    """One line about an exception of a user's code, with the line that raised it."""
+    message = " ".join(str(error).split())
     if isinstance(error, ImportError | AttributeError | BadInput):
-        return words
-    ours = str(Path(__file__).parent)
-    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((ours, "<frozen"))]
+        return message
+    own_folder = str(Path(__file__).parent)
+    frames = [
+        frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((own_folder, "<frozen"))
+    ]
     frames = [frame for frame in frames if Path(frame.filename).parent.name != "importlib"]
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {words:.300}{place}"
+    return f"{type(error).__name__}: {message:.300}{place}"
 
 
 def pip_install(extra: str) -> str:
     """The command that installs the packages of an extra: `pip install 'math-verify>=0.9'` for "math".
 
-    It names the packages themselves, so it works in a checkout and beside a wheel, and asks no index for this package.
+    It names the packages themselves, so it works in a checkout and with a wheel, and looks up no index for flowgrpo.
     """
     try:
-        wanted = metadata.requires("flowgrpo") or []
-    except metadata.PackageNotFoundError:  # the sources alone, by PYTHONPATH
-        wanted = []
+        requirements = metadata.requires("flowgrpo") or []
+    except metadata.PackageNotFoundError:  # sources on PYTHONPATH, not installed
+        requirements = []
     name = re.compile(rf"extra == ['\"]{extra.replace('_', '[-_]')}['\"]")  # metadata write - for _
-    packages = [line.partition(";")[0].strip() for line in wanted if name.search(line)]
+    packages = [line.partition(";")[0].strip() for line in requirements if name.search(line)]
     return f"pip install {shlex.join(packages)}" if packages else f"pip install '.[{extra}]' where the sources are"

@@ -1,8 +1,8 @@
-"""Reductions under a mask: values and a mask flow in, statistics of the unmasked entries flow out.
+"""Reductions under a mask: statistics of the unmasked entries.
 
-Every reduction under a mask goes through here, for one reason: what stands in a masked slot (NaN,
+Every reduction under a mask goes through here, for one reason: what is in a masked slot (NaN,
 infinity, 1e30) must reach neither the value nor the gradient (law F6), so a slot is replaced before
-anything is computed from it. Everything is float32 inside. A mask that is empty gives 0.
+anything is computed from it. Everything is float32. An empty mask gives 0.
 """
 
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def fill(x: AnyArray, mask: AnyArray, value: float = 0.0) -> Array:
 
 
 def count(mask: AnyArray, axis=None, keepdims: bool = False) -> Array:
-    """Say how many entries are unmasked, as float32."""
+    """Number of unmasked entries (float32)."""
     return jnp.asarray(mask).sum(axis=axis, keepdims=keepdims, dtype=jnp.float32)
 
 
@@ -34,12 +34,12 @@ def sum(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False) -> Array
 
 
 def mean(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False) -> Array:
-    """Mean of the unmasked entries; 0 where there are none."""
+    """Mean of the unmasked entries; 0 if there are none."""
     return sum(x, mask, axis, keepdims) / jnp.maximum(count(mask, axis, keepdims), 1.0)
 
 
 def variance(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False, ddof: int = 0) -> Array:
-    """Variance of the unmasked entries; 0 where there are not more than `ddof`."""
+    """Variance of the unmasked entries; 0 unless there are more than `ddof`."""
     deviation = fill(x, mask) - mean(x, mask, axis, keepdims=True)
     squares = sum(deviation**2, mask, axis, keepdims)
     freedom = count(mask, axis, keepdims) - ddof
@@ -47,14 +47,14 @@ def variance(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False, ddo
 
 
 def varies(x: AnyArray, mask: AnyArray, axis=None, keepdims: bool = False) -> Array:
-    """Say whether two unmasked entries differ: decided by max = min, never by a small deviation (F4). NaN differs."""
+    """Whether two unmasked entries differ, decided by max > min and not by a small deviation (F4). NaN differs."""
     largest = fill(x, mask, -jnp.inf).max(axis=axis, keepdims=keepdims)
     smallest = fill(x, mask, jnp.inf).min(axis=axis, keepdims=keepdims)
     return ~(largest <= smallest)
 
 
 def whiten(x: AnyArray, mask: AnyArray, axis=None, *, eps: float = 1e-6) -> Array:
-    """Unmasked entries shifted to mean 0 and scaled to unbiased deviation 1; 0 where they are all equal."""
+    """Unmasked entries normalised to mean 0 and unbiased deviation 1; 0 if they are all equal."""
     deviation = fill(x, mask) - mean(x, mask, axis, keepdims=True)
     scale = jnp.sqrt(fill(variance(x, mask, axis, True, ddof=1), varies(x, mask, axis, True), 1.0))
     return fill(deviation / (scale + eps), jnp.asarray(mask) & varies(x, mask, axis, True))

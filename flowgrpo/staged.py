@@ -1,16 +1,18 @@
-"""The staged system: the iteration of `loop` on one set of devices, where every stage has the memory to itself.
+"""The staged iteration: that of `loop` on one set of devices, with the memory given to one stage after the other.
 
-    rollout   ->  inference: reference, critic  ->  credit  ->  pack  ->  train
-       groups are judged on the host, while others generate and while the reference scores (R1)
+    rollout  ->  inference: reference, critic  ->  advantages  ->  pack  ->  train
+       groups are judged on the host, while others are sampled and while the reference scores (R1)
 
-Between stages the sampler's cache is destroyed and models go where the table of `parallel.offload` has them; the next
-stage's moves are under way while this one ends. It is another schedule of the same functions: a run goes through the
-same parameters as in `loop`, to the bit where the programs are the same, and to float tolerance where the reference was
-scored before packing instead of after it. The run that a step returns has its models at their places of the rollout.
+Between stages the sampler's cache is destroyed and models are moved as the table of `parallel.offload` has it; the
+moves for the next stage run while this one ends. It is another schedule of the same functions: the parameters are
+those of `loop`, bit for bit if the programs are the same, and to float tolerance if the reference is scored before
+packing instead of after it. The state that a step returns has its models where the rollout needs them.
+
+`make_staged_step` makes the step; its rollout is `compiled_rollout` or `hosted_rollout`.
 """
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,350 +24,417 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from flowgrpo import loop
-from flowgrpo.contracts import Algorithm, Metrics, Policy, Scored
-from flowgrpo.learner.critic import Valuation, without_critic
+from flowgrpo.contracts import Algorithm, Policy, RewardResult
+from flowgrpo.learner.critic import ValueModel, without_critic
 from flowgrpo.learner.scoring import make_score_trajectories, make_score_trees
 from flowgrpo.learner.state import LearnerState
-from flowgrpo.models.trainable import WHOLE, ActorCritic, Trained, acting
-from flowgrpo.parallel.offload import DEVICE, MemoryMeter, Move, Residency, live_bytes
-from flowgrpo.parallel.row_sharding import SHARED
+from flowgrpo.learner.update import ScoreSettings
+from flowgrpo.models.trainable import ALL_PARAMS, ActorCritic, TrainableSubset, actor_params
+from flowgrpo.parallel.offload import DEVICE, HostOffloader, MemoryMeter, Move, live_bytes
+from flowgrpo.parallel.row_sharding import REPLICATED
 from flowgrpo.report.watchdog import Pending, StageWatchdog
-from flowgrpo.rollout.judging import Verdict, is_solved, judge_groups, with_rewards
-from flowgrpo.rollout.records import Hosted
-from flowgrpo.types import BadInput, Batch, Trajectories, map_axis
+from flowgrpo.rollout import judging
+from flowgrpo.rollout.judging import GroupReward, judge_groups, with_reward_results
+from flowgrpo.rollout.records import RolloutResult
+from flowgrpo.types import BadInput, Batch, Metrics, Trajectories, map_axis
 
 
 class RolloutCallbacks(NamedTuple):
-    """Callbacks by which a rollout reports how far it is; both return at once."""
+    """What a rollout calls while it runs; both return at once."""
 
-    played: Callable[[Trajectories], None]  # all turns are there; outcomes need not be
-    ask: Callable[[Pending], None]  # a function that says what is awaited
+    on_all_sampled: Callable[[Trajectories], None]  # once, when all turns are there; outcomes may be missing
+    on_start: Callable[[Pending], None]  # with a function that lists what the rollout waits for
 
 
 class JudgedRollout(NamedTuple):
-    """A rollout that is judged, with figures and timings of its own."""
+    """Trajectories with their outcomes, and metrics and timings of the rollout."""
 
     trajectories: Trajectories
     metrics: Mapping[str, Any] = {}
     timings: Mapping[str, Any] = {}
-    credited: Callable[[loop.Credit], None] | None = None  # hears what its trajectories got, before the update
+    on_advantages: Callable[[loop.Advantages], None] | None = None  # called before the update
 
 
-RollOut = Callable[[loop.Run, RolloutCallbacks], JudgedRollout]
-Step = Callable[[loop.Run], tuple[loop.Run, dict[str, Any]]]
+Rollout = Callable[[loop.TrainState, RolloutCallbacks], JudgedRollout]
+Step = Callable[[loop.TrainState], tuple[loop.TrainState, dict[str, Any]]]
 
 
-def make_staged(
+@dataclass(frozen=True, kw_only=True)
+class StagedSettings:
+    """Sizes of a staged iteration, and what it may use up.
+
+    Args:
+        iteration: sizes of the update.
+        banned: tokens that the policy cannot sample.
+        tools: number of tools of the environment, for metrics.
+        trajectories: number of trajectories of an update, at most.
+        turns: number of contexts per trajectory, at most; 1 if contexts are extended from turn to turn.
+        max_trajectory_tokens: tokens of the longest trajectory, or of the longest context if none is extended.
+        trainable: subset of the parameters that the optimizer changes.
+        donates: whether the update overwrites parameters and optimizer state of the state it is given. It does so
+            anyway if the offloader moves any model.
+        watch_seconds: an iteration that takes longer reports what it waits for; None: never.
+    """
+
+    iteration: loop.Settings
+    banned: tuple[int, ...]
+    tools: int
+    trajectories: int
+    max_trajectory_tokens: int
+    turns: int = 1
+    trainable: TrainableSubset = ALL_PARAMS
+    donates: bool = False
+    watch_seconds: float | None = None
+
+
+def make_staged_step(
     policy: Policy,
     algorithm: Algorithm,
     optimizer,
-    settings: loop.Settings,
-    roll_out: RollOut,
+    rollout: Rollout,
+    offloader: HostOffloader,
+    settings: StagedSettings,
     *,
-    banned: tuple[int, ...],
-    tools: int,
-    longest: int,
-    trajectories: int,
-    residency: Residency,
-    turns: int = 1,
-    critic: Valuation | None = None,
-    trained: Trained = WHOLE,
-    donates: bool = False,
+    critic: ValueModel | None = None,
     release: Callable[[], int] = lambda: 0,
-    watch: StageWatchdog | None = None,
-) -> Step:
-    """`step(run) -> (run, metrics)`, as `loop.train_loop` wants it; the figures hold `timings`, which come from clocks.
+) -> "StagedStep":
+    """A staged iteration as `step(state) -> (state, metrics)` for `loop.train_loop`; its metrics hold `timings`.
 
-    There are so many `trajectories` at most, of up to `turns` contexts; the `longest` context has so many tokens.
-    `release` destroys what the sampler holds, once all have played. Where models move at all, and with `donates`, the
-    run that a step is given is used up: its buffers are deleted where they were, and overwritten by the update.
+    Args:
+        offloader: knows where each model is in each stage, and moves it.
+        critic: value function, of algorithms with targets.
+        release: frees the sampler's memory when all trajectories are sampled -> number of bytes.
     """
-    kinds: dict[str, Any] = {"critic": critic, "trained": trained, "slots": longest, "banned": banned}
-    # The reference is replaced here, where it may lie on the host or the disk.
-    learning = loop.make_learning(policy, algorithm._replace(reference_every=None), optimizer, settings, **kinds)
-    moves = any(place != DEVICE for row in residency.table.values() for place in row.values())
+    trainable, sizes = settings.trainable, settings.iteration
+    stages = loop.make_update_stages(
+        policy,
+        algorithm._replace(reference_every=None),  # `StagedStep` replaces it, as it may be on the host or the disk
+        optimizer,
+        sizes,
+        banned=settings.banned,
+        critic=critic,
+        trainable=trainable,
+        slots=settings.max_trajectory_tokens,
+    )
+    moves = any(place != DEVICE for row in offloader.table.values() for place in row.values())
 
-    def train(learner: LearnerState, rest: loop.Run, batch: Batch) -> tuple:
-        # The batch has all that it needs scored, so that no reference is read.
-        part = without_critic(trained.take(learner.params))
-        after, metrics = learning.update(rest.replace(learner=learner, reference=part), batch)
+    def train(learner: LearnerState, bare_state: loop.TrainState, batch: Batch) -> tuple:
+        # Everything that the loss needs is in the batch, so the reference is not read.
+        part = without_critic(trainable.split(learner.params))
+        after, metrics = stages.update(bare_state.replace(learner=learner, reference=part), batch)
         return after.learner, after.update, metrics
 
-    packer = partial(learning.packer, longest=longest, trajectories=trajectories, turns=turns)
-    return _Staged(
-        roll_out=roll_out,
+    pack = partial(
+        stages.packer,
+        max_trajectory_tokens=settings.max_trajectory_tokens,
+        trajectories=settings.trajectories,
+        turns=settings.turns,
+    )
+    return StagedStep(
+        rollout=rollout,
         release=release,
-        score_trajectories=_trajectory_scorer(policy, algorithm, settings, critic, banned, longest, packer(ranks=1)),
-        credit=jax.jit(learning.credit),
-        train=jax.jit(train, donate_argnums=0 if moves or donates else ()),
-        describe=jax.jit(partial(loop.rollout_metrics, tools=tools, samples=settings.samples)),
+        score_trajectories=_make_scorer(policy, algorithm, critic, settings, pack(ranks=1)),
+        compute_advantages=jax.jit(stages.compute_advantages),
+        train=jax.jit(train, donate_argnums=0 if moves or settings.donates else ()),
+        metrics_of=jax.jit(partial(loop.rollout_metrics, tools=settings.tools, samples=sizes.samples)),
         algorithm=algorithm,
-        trained=trained,
-        packing=packer(),
-        residency=residency,
+        trainable=trainable,
+        packing=pack(),
+        offloader=offloader,
         moves=moves,
-        watch=watch or StageWatchdog(),
+        watch=StageWatchdog(settings.watch_seconds),
         memory_meter=MemoryMeter(),
         pool=ThreadPoolExecutor(1, thread_name_prefix="flowgrpo-inference"),
     )
 
 
-def compiled_rollout(
-    rollout: Callable[[loop.Run], Trajectories],
-    verdict: Verdict | None = None,
-    *,
-    solved: Callable[[Scored], bool] = is_solved,
-    judges: int = 2,
-    deadline: float = 600.0,
-) -> RollOut:
-    """That of a pure environment, `make_iteration(...).rollout`; a `verdict` on the host judges it group by group."""
-    rollout = jax.jit(rollout)
-
-    def roll_out(run: loop.Run, told: RolloutCallbacks) -> JudgedRollout:
-        played: Trajectories = jax.block_until_ready(rollout(run))
-        told.played(played)
-        if verdict is None:
-            return JudgedRollout(played)
-        trajectories = jax.device_get(played)
-        scored = judge_groups(verdict, trajectories, judges=judges, deadline=deadline, on_start=told.ask)
-        return JudgedRollout(with_rewards(trajectories, scored, solved))
-
-    return roll_out
-
-
-def hosted_rollout(play: Callable[..., Hosted], dense: Callable[[Hosted], Trajectories]) -> RollOut:
-    """That of a host environment: `play(run, on_played=..., on_start=...)` as `hosted` has it, `dense` its arrays.
-
-    `dense` must lay out the same trajectories in the same way, whether or not they are judged.
-    """
-
-    def roll_out(run: loop.Run, told: RolloutCallbacks) -> JudgedRollout:
-        played = play(run, on_played=lambda so_far: told.played(dense(so_far)), on_start=told.ask)
-        return JudgedRollout(dense(played), timings={"judging_seconds": played.seconds["judging"]})
-
-    return roll_out
-
-
-# One iteration ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
-class _Staged:
-    """The step: functions, settings and resources that its stages share."""
+class StagedStep:
+    """A staged iteration, as `step(state) -> (state, metrics)`."""
 
-    roll_out: RollOut
-    release: Callable[[], int]  # the sampler's memory -> bytes that were freed
-    score_trajectories: Callable[..., dict] | None  # (params, reference, trajectories) -> what it scored
-    credit: Callable[[Trajectories], loop.Credit]
-    train: Callable[..., tuple]  # (learner, rest of the run, batch) -> (learner, update, metrics)
-    describe: Callable[[Trajectories, loop.Credit], Metrics]
+    rollout: Rollout
+    release: Callable[[], int]  # frees the sampler's memory -> number of bytes
+    score_trajectories: Callable[..., dict] | None  # (params, reference, trajectories) -> the fields that it scored
+    compute_advantages: Callable[[Trajectories], loop.Advantages]
+    train: Callable[..., tuple]  # (learner, state without models, batch) -> (learner, update, metrics)
+    metrics_of: Callable[[Trajectories, loop.Advantages], Metrics]
     algorithm: Algorithm
-    trained: Trained
+    trainable: TrainableSubset
     packing: Callable[..., Batch]  # (trajectories, adv, weights, target=..., skip_no_signal=...)
-    residency: Residency
-    moves: bool  # the table has a model elsewhere than on the device
+    offloader: HostOffloader
+    moves: bool  # whether the table has a model elsewhere than on the device
     watch: StageWatchdog
     memory_meter: MemoryMeter
-    pool: ThreadPoolExecutor
+    pool: ThreadPoolExecutor  # of the inference stage
 
-    def __call__(self, run: loop.Run) -> tuple[loop.Run, dict[str, Any]]:
-        """All stages, each with its models where they are used."""
-        residency, watch, number = self.residency, self.watch, int(run.update) + 1
-        with watch.iteration(number), ExitStack() as open_stages:
-            # What was away is bound to its device; what was not has to be too, or programs compile twice.
-            if self.moves:
-                run = jax.tree.map(_bound, run)
-            _hold(residency, run)
-            residency.enter("rollout")
-            rolled, scored, freed = self.play(_found(residency, run), open_stages)
-            residency.enter("train")
-            trajectories, batch, credit = self.pack(rolled.trajectories, scored)
-            if rolled.credited is not None:
-                rolled.credited(credit)
+    def __call__(self, state: loop.TrainState) -> tuple[loop.TrainState, dict[str, Any]]:
+        """Run all stages, each with its models on the device."""
+        offloader, watch, scored_parts = self.offloader, self.watch, []
+        with watch.iteration(int(state.update) + 1), ExitStack() as iteration:
+            if self.moves:  # what comes back is bound to its device; the rest must be too, or programs compile twice
+                state = jax.tree.map(_bind_to_device, state)
+            _put_models(offloader, state)
+            offloader.enter("rollout")
+            state = _with_models(offloader, state)
+
+            # Rollout. Once all is sampled, the reference scores in a thread, while the last groups are judged here.
+            sampling, judging_rewards = (iteration.enter_context(ExitStack()) for _ in range(2))
+
+            def on_all_sampled(trajectories: Trajectories) -> None:
+                sampling.close()
+                judging_rewards.enter_context(watch.stage("rewards"))
+                scored_parts.append(self.pool.submit(self.infer, state, trajectories))
+
+            sampling.enter_context(self.stage("rollout"))
+            rollout = self.rollout(state, RolloutCallbacks(on_all_sampled, watch.add_pending))
+            judging_rewards.close()
+            if not scored_parts:
+                raise BadInput(
+                    "the rollout ended without a call of callbacks.on_all_sampled(trajectories): call it when all "
+                    "turns are there"
+                )
+            scored, freed_bytes = scored_parts[0].result()
+            offloader.enter("train")
+
+            with self.stage("advantages"):
+                trajectories = jax.device_get(rollout.trajectories).replace(**scored)
+                advantages = jax.device_get(self.compute_advantages(trajectories))
+            with self.stage("pack"):
+                batch = self.packing(
+                    trajectories,
+                    advantages.adv,
+                    advantages.weights,
+                    target=advantages.target,
+                    skip_no_signal=self.algorithm.skips_zero_advantage,
+                )
+            if rollout.on_advantages is not None:
+                rollout.on_advantages(advantages)
             with self.stage("train"):
-                run, metrics = self.learn(_found(residency, run), batch)
-            residency.enter("rollout")
-            fates = loop.count_fates(trajectories, credit, batch, self.algorithm)
-            metrics |= self.describe(rolled.trajectories, credit) | fates | _fill(batch) | loop.token_counts(batch)
-            run = _found(residency, run)
+                state, metrics = self.update(_with_models(offloader, state), batch)
+
+            offloader.enter("rollout")
+            metrics |= self.metrics_of(rollout.trajectories, advantages)
+            metrics |= loop.count_token_fates(trajectories, advantages, batch, self.algorithm)
+            metrics |= row_metrics(batch) | loop.token_counts(batch)
+            state = _with_models(offloader, state)
         timings = {
             **{f"{name}_seconds": seconds for name, seconds in watch.seconds.items()},
-            "freed_bytes": freed,
-            "moves": summed(residency.moves()),
-            "device_bytes": self.memory_meter.take(),
+            "freed_bytes": freed_bytes,
+            "moves": summarise_moves(offloader.pop_moves()),
+            "device_bytes": self.memory_meter.pop_peaks(),
             "device_bytes_by": self.memory_meter.source,
             "pinned_bytes": live_bytes()["pinned"],
         }
-        return run, {**metrics, **rolled.metrics, "timings": {**timings, **rolled.timings}}
+        return state, {**metrics, **rollout.metrics, "timings": {**timings, **rollout.timings}}
+
+    def infer(self, state: loop.TrainState, trajectories: Trajectories) -> tuple[dict, int]:
+        """Free the sampler's memory and score by reference and critic -> the scored fields, and the bytes freed."""
+        with self.stage("inference"):
+            freed_bytes = self.release()
+            self.offloader.enter("inference")
+            self.offloader.prefetch("train")
+            if self.score_trajectories is None:
+                return {}, freed_bytes
+            state = _with_models(self.offloader, state)
+            reference = self.trainable.merge(state.learner.params, state.reference)
+            return jax.device_get(self.score_trajectories(state.learner.params, reference, trajectories)), freed_bytes
+
+    def update(self, state: loop.TrainState, batch: Batch) -> tuple[loop.TrainState, Metrics]:
+        """Update on a batch, and hand the new models to the offloader."""
+        learner, reference, interval = state.learner, state.reference, self.algorithm.reference_every
+        self.offloader.wait()  # for copies of what the update overwrites
+        bare_state = state.replace(learner=None, reference=None)
+        learner, update, metrics = jax.block_until_ready(self.train(learner, bare_state, batch))
+        if interval is not None and int(update) % interval == 0:
+            reference = jax.tree.map(jnp.copy, without_critic(self.trainable.split(learner.params)))
+        state = state.replace(learner=learner, reference=reference, update=update)
+        _put_models(self.offloader, state)
+        return state, metrics
 
     def stage(self, name: str) -> ExitStack:
-        """A stage that is timed and measured."""
+        """A context in which a stage is timed, and its memory measured."""
         with ExitStack() as stack:
             stack.enter_context(self.memory_meter.stage(name))
             stack.enter_context(self.watch.stage(name))
             return stack.pop_all()
 
-    def play(self, run: loop.Run, open_stages: ExitStack) -> tuple[JudgedRollout, dict, int]:
-        """The rollout, judged; what was scored meanwhile; and the bytes that the sampler gave back."""
-        rollout_stage, rewards_stage = (open_stages.enter_context(ExitStack()) for _ in range(2))
-        scoring: list[Future] = []
 
-        def played(trajectories: Trajectories) -> None:
-            rollout_stage.close()
-            rewards_stage.enter_context(self.watch.stage("rewards"))
-            scoring.append(self.pool.submit(self.infer, run, trajectories))
-
-        rollout_stage.enter_context(self.stage("rollout"))
-        rolled = self.roll_out(run, RolloutCallbacks(played, self.watch.ask))
-        rewards_stage.close()
-        if not scoring:
-            raise BadInput("the rollout did not say that all have played: let it call told.played(trajectories)")
-        scored, freed = scoring[0].result()
-        return rolled, scored, freed
-
-    def infer(self, run: loop.Run, trajectories: Trajectories) -> tuple[dict, int]:
-        """The inference stage, in a thread beside that in which verdicts are awaited."""
-        with self.stage("inference"):
-            freed = self.release()
-            self.residency.enter("inference")
-            self.residency.ahead("train")
-            if self.score_trajectories is None:
-                return {}, freed
-            run = _found(self.residency, run)
-            reference = self.trained.put(run.learner.params, run.reference)
-            return jax.device_get(self.score_trajectories(run.learner.params, reference, trajectories)), freed
-
-    def pack(self, trajectories: Trajectories, scored: dict) -> tuple[Trajectories, Batch, loop.Credit]:
-        """Credit, and rows on the host."""
-        with self.stage("credit"):
-            trajectories = jax.device_get(trajectories).replace(**scored)
-            credit = jax.device_get(self.credit(trajectories))
-        with self.stage("pack"):
-            skips = self.algorithm.skips
-            batch = self.packing(trajectories, *credit[:2], target=credit.target, skip_no_signal=skips)
-        return trajectories, batch, credit
-
-    def learn(self, run: loop.Run, batch: Batch) -> tuple[loop.Run, Metrics]:
-        """The run after its update; the residency holds what became of its models."""
-        learner = run.learner
-        self.residency.wait()  # for what the update overwrites
-        bare = run.replace(learner=None, reference=None)
-        learner, update, metrics = jax.block_until_ready(self.train(learner, bare, batch))
-        every, reference = self.algorithm.reference_every, run.reference
-        if every is not None and int(update) % every == 0:
-            reference = jax.tree.map(jnp.copy, without_critic(self.trained.take(learner.params)))
-        run = run.replace(learner=learner, reference=reference, update=update)
-        _hold(self.residency, run)
-        return run, metrics
+# Rollouts ---------------------------------------------------------------------------------------------------
 
 
-def is_fresh(trajectories: Trajectories) -> bool:
-    """Say whether no context has a second turn; what takes no part in statistics and loss is not asked."""
-    if trajectories.begins is None:
-        return False
-    appends_nt = np.asarray(trajectories.turns) & ~np.asarray(trajectories.begins)
-    return not np.any(appends_nt[:, 1:].any(axis=1) & np.asarray(trajectories.valid))
+def compiled_rollout(
+    rollout: Callable[[loop.TrainState], Trajectories],
+    reward: GroupReward | None = None,
+    *,
+    is_solved: Callable[[RewardResult], bool] = judging.is_solved,
+    judges: int = 2,
+    deadline: float = 600.0,
+) -> Rollout:
+    """The rollout of a pure environment, `make_iteration(...).rollout`, for `make_staged_step`.
+
+    Args:
+        reward: judges a group on the host; None: the outcome is the environment's.
+        is_solved: whether a result counts as success.
+        judges: number of groups judged at a time.
+        deadline: seconds for a group.
+    """
+    rollout = jax.jit(rollout)
+
+    def run(state: loop.TrainState, callbacks: RolloutCallbacks) -> JudgedRollout:
+        sampled: Trajectories = jax.block_until_ready(rollout(state))
+        callbacks.on_all_sampled(sampled)
+        if reward is None:
+            return JudgedRollout(sampled)
+        trajectories = jax.device_get(sampled)
+        results = judge_groups(reward, trajectories, judges=judges, deadline=deadline, on_start=callbacks.on_start)
+        return JudgedRollout(with_reward_results(trajectories, results, is_solved))
+
+    return run
 
 
-# Pure parts -------------------------------------------------------------------------------------------------
+def hosted_rollout(
+    roll_out: Callable[..., RolloutResult], to_arrays: Callable[[RolloutResult], Trajectories]
+) -> Rollout:
+    """The rollout of a host environment, for `make_staged_step`.
+
+    Args:
+        roll_out: `roll_out(state, on_all_sampled=..., on_start=...)`, with the callbacks of `hosted`.
+        to_arrays: collates the trajectories, in the same way whether or not they are judged.
+    """
+
+    def run(state: loop.TrainState, callbacks: RolloutCallbacks) -> JudgedRollout:
+        result = roll_out(
+            state,
+            on_all_sampled=lambda so_far: callbacks.on_all_sampled(to_arrays(so_far)),
+            on_start=callbacks.on_start,
+        )
+        return JudgedRollout(to_arrays(result), timings={"judging_seconds": result.seconds["judging"]})
+
+    return run
 
 
-def _trajectory_scorer(
-    policy: Policy, algorithm: Algorithm, settings: loop.Settings, critic, banned, longest: int, packing
+# Scoring by reference and critic ----------------------------------------------------------------------------
+
+
+def _make_scorer(
+    policy: Policy, algorithm: Algorithm, critic: ValueModel | None, settings: StagedSettings, packing
 ) -> Callable[..., dict] | None:
-    """Build the scoring by reference and critic that the algorithm needs before packing; None if it needs neither.
+    """Scoring by reference and critic before packing, as far as the algorithm needs it; None if it needs neither.
 
-    The reference alone is scored on what `packing` makes, where that shares what contexts begin with.
+    The reference alone is scored on what `packing` makes, if that shares the prefixes of contexts.
     """
     needs = algorithm.needs & {"logp_ref", "value"}
     if not needs:
         return None
-    scoring: dict[str, Any] = {"temperature": settings.temperature, "banned": banned}
-    scoring |= {"compute_dtype": settings.compute_dtype}
+    sizes = settings.iteration
+    scoring: dict[str, Any] = {
+        "temperature": sizes.temperature,
+        "banned": settings.banned,
+        "compute_dtype": sizes.compute_dtype,
+    }
     if loop.shares_prefixes(policy) and needs == {"logp_ref"}:
         score_trees = make_score_trees(policy, packing, **scoring)
-        return lambda _params, reference, trajectories: {"logp_ref": score_trees(acting(reference), trajectories)}
-    sizes: dict[str, Any] = {"micro_rows": settings.micro_rows, "slots": longest}
-    score_trajectories = make_score_trajectories(policy, critic=critic, needs=needs, **scoring, **sizes)
-    # Every process reads all of it, where there are several.
-    mesh = policy.mesh
-    everywhere = NamedSharding(mesh, SHARED) if isinstance(mesh, Mesh) and mesh.is_multi_process else None
-    score = jax.jit(
-        partial(_score_trajectories, score_trajectories=score_trajectories),
-        static_argnames="apart",
-        out_shardings=everywhere,
+        return lambda _params, reference, trajectories: {"logp_ref": score_trees(actor_params(reference), trajectories)}
+    score_trajectories = make_score_trajectories(
+        policy,
+        needs=needs,
+        critic=critic,
+        settings=ScoreSettings(**scoring),
+        micro_rows=sizes.micro_rows,
+        slots=settings.max_trajectory_tokens,
     )
-    return lambda params, reference, played: score(params, reference, played, apart=is_fresh(played))
+    # If there are several processes, each of them reads all results.
+    mesh = policy.mesh
+    replicated = NamedSharding(mesh, REPLICATED) if isinstance(mesh, Mesh) and mesh.is_multi_process else None
+    score = jax.jit(
+        partial(_score_fields, score_trajectories=score_trajectories),
+        static_argnames="by_turn",
+        out_shardings=replicated,
+    )
+    return lambda params, reference, trajectories: score(
+        params, reference, trajectories, by_turn=has_fresh_contexts(trajectories)
+    )
 
 
-def _score_trajectories(params, reference, trajectories: Trajectories, *, score_trajectories, apart: bool) -> dict:
-    """Score trajectories under reference and critic, and collect the fields that were scored.
+def _score_fields(params, reference, trajectories: Trajectories, *, score_trajectories, by_turn: bool) -> dict:
+    """Score trajectories by reference and critic -> the fields that were scored.
 
-    With `apart`, contexts that are all rendered afresh are rows of their own, and not parts of longer ones.
+    With `by_turn`, every turn is a row of its own: each of its contexts is rendered afresh, and none extends another.
     """
     turns_nt = jnp.asarray(trajectories.turns)
-    found = score_trajectories(params, reference, turn_by_turn(trajectories) if apart else trajectories)
-    scored = {"logp_ref": found.logp_ref, "value": found.value}
-    laid = {name: x.reshape(trajectories.tokens.shape) for name, x in scored.items() if x is not None}
-    if found.last_value is None:
-        return laid
-    last_value_n = found.last_value
-    if apart:
+    scored = score_trajectories(params, reference, split_turns(trajectories) if by_turn else trajectories)
+    scores = {"logp_ref": scored.logp_ref, "value": scored.value}
+    fields = {name: x.reshape(trajectories.tokens.shape) for name, x in scores.items() if x is not None}
+    if scored.last_value is None:
+        return fields
+    last_value_n = scored.last_value
+    if by_turn:
         last_n = jnp.max(jnp.where(turns_nt, jnp.arange(turns_nt.shape[1])[None, :], 0), axis=1)
         last_value_n = jnp.take_along_axis(last_value_n.reshape(turns_nt.shape), last_n[:, None], axis=1)[:, 0]
-    return laid | {"last_value": last_value_n}
+    return fields | {"last_value": last_value_n}
 
 
-def turn_by_turn(trajectories: Trajectories) -> Trajectories:
+def has_fresh_contexts(trajectories: Trajectories) -> bool:
+    """Whether every turn of the valid trajectories has a context of its own, rendered afresh."""
+    if trajectories.starts_context is None:
+        return False
+    extends_nt = np.asarray(trajectories.turns) & ~np.asarray(trajectories.starts_context)
+    return not np.any(extends_nt[:, 1:].any(axis=1) & np.asarray(trajectories.valid))
+
+
+def split_turns(trajectories: Trajectories) -> Trajectories:
     """Every turn as a trajectory of its own, all turns of the first before those of the second."""
     count, turns = trajectories.turns.shape
-    apart = map_axis(trajectories, "t", lambda x, _: jnp.asarray(x).reshape(count * turns, 1, *x.shape[2:]))
+    split = map_axis(trajectories, "t", lambda x, _: jnp.asarray(x).reshape(count * turns, 1, *x.shape[2:]))
     return map_axis(
-        apart, "n", lambda x, _: x if len(x) == count * turns else jnp.repeat(jnp.asarray(x), turns, axis=0)
+        split, "n", lambda x, _: x if len(x) == count * turns else jnp.repeat(jnp.asarray(x), turns, axis=0)
     )
 
 
-# The models of a run ----------------------------------------------------------------------------------------
+# Models and their places ------------------------------------------------------------------------------------
 
 
-def _hold(residency: Residency, run: loop.Run) -> None:
-    """Give every model of the run to the residency, by its name."""
-    params = run.learner.params
-    models = {"policy": acting(params), "optimizer": run.learner.optimizer, "reference": run.reference}
-    if isinstance(params, ActorCritic):
-        models["critic"] = params.critic
-    for name, tree in models.items():
-        residency.hold(name, tree)
-
-
-def _bound(x: Any) -> Any:
+def _bind_to_device(x: Any) -> Any:
     return jax.device_put(x, x.sharding) if isinstance(x, jax.Array) and not x.committed else x
 
 
-def _found(residency: Residency, run: loop.Run) -> loop.Run:
-    """The run with its models where they are now."""
-    params = residency["policy"]
-    if isinstance(run.learner.params, ActorCritic):
-        params = ActorCritic(params, residency["critic"])
-    learner = run.learner.replace(params=params, optimizer=residency["optimizer"])
-    return run.replace(learner=learner, reference=residency["reference"])
+def _put_models(offloader: HostOffloader, state: loop.TrainState) -> None:
+    """Hand every model of the state to the offloader, by its name."""
+    params = state.learner.params
+    models = {"policy": actor_params(params), "optimizer": state.learner.optimizer, "reference": state.reference}
+    if isinstance(params, ActorCritic):
+        models["critic"] = params.critic
+    for name, tree in models.items():
+        offloader.put(name, tree)
 
 
-# Figures ----------------------------------------------------------------------------------------------------
+def _with_models(offloader: HostOffloader, state: loop.TrainState) -> loop.TrainState:
+    """The state with its models where they are now."""
+    params = offloader["policy"]
+    if isinstance(state.learner.params, ActorCritic):
+        params = ActorCritic(params, offloader["critic"])
+    learner = state.learner.replace(params=params, optimizer=offloader["optimizer"])
+    return state.replace(learner=learner, reference=offloader["reference"])
 
 
-def _fill(batch: Batch) -> dict[str, Any]:
-    """Count the rows that hold any tokens, and measure how full those rows are."""
+# Metrics ----------------------------------------------------------------------------------------------------
+
+
+def row_metrics(batch: Batch) -> dict[str, Any]:
+    """Number of rows with any token, and the fraction of their slots that is filled."""
     filled_rs = np.asarray(batch.segments if batch.tree is None else batch.tree.ends) > 0
     used_r = filled_rs.any(axis=1)
     return {"fill_rate": float(filled_rs[used_r].mean()) if used_r.any() else 0.0, "rows": int(used_r.sum())}
 
 
-def summed(moves: list[Move]) -> dict[str, dict[str, float]]:
-    """Bytes, seconds and bytes a second of the moves between each two places."""
-    found: dict[str, dict[str, float]] = {}
+def summarise_moves(moves: Collection[Move]) -> dict[str, dict[str, float]]:
+    """Bytes, seconds and bytes per second of the moves between each pair of places."""
+    totals: dict[str, dict[str, float]] = {}
     for move in moves:
-        entry = found.setdefault(f"{move.source} to {move.target}", {"bytes": 0, "seconds": 0.0})
-        entry["bytes"] += move.bytes
-        entry["seconds"] += move.seconds
-    return {name: one | {"bytes_per_second": one["bytes"] / max(one["seconds"], 1e-9)} for name, one in found.items()}
+        total = totals.setdefault(f"{move.source} to {move.target}", {"bytes": 0, "seconds": 0.0})
+        total["bytes"] += move.bytes
+        total["seconds"] += move.seconds
+    return {
+        name: total | {"bytes_per_second": total["bytes"] / max(total["seconds"], 1e-9)}
+        for name, total in totals.items()
+    }

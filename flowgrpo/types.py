@@ -9,7 +9,7 @@ of a pytree carries them in its annotation.
     g group         r row         s position in a row
     u position in a row's tree: the tokens of its contexts, shared prefixes once
     q token of a hint
-    d model         h head        k kv-head (and a kept token, in `kept`)
+    d model         h head        k kv-head (and a recorded token, in top-k support)
     e head-dim      f ffn         v vocabulary
 """
 
@@ -48,49 +48,51 @@ def check_range(
     whole: bool = False,
     optional: bool = False,
 ) -> None:
-    """Raise `BadInput` unless `value` is a finite number from `low` (above it where `exclusive`) to `high`.
+    """Raise `BadInput` unless `value` is a finite number in [low, high], or in (low, high] if `exclusive`.
 
-    With `whole` it must be an integer; where it is `optional`, None passes. A bool is no number. Arrays pass, since
-    they may be traced.
+    With `whole` it must be an integer; with `optional` None passes. A bool is no number. Arrays pass, since they may be
+    traced.
     """
-    passing: Any = (jax.Array, np.ndarray, type(None)) if optional else (jax.Array, np.ndarray)
+    if isinstance(value, jax.Array | np.ndarray) or (optional and value is None):
+        return
     kinds: Any = Integral if whole else Real
-    if isinstance(value, passing):
+    is_number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
+    if is_number and (value > low if exclusive else value >= low) and value <= high:
         return
-    fits = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-    if fits and (value > low if exclusive else value >= low) and value <= high:
-        return
-    kind = "" if fits else "a whole number" if whole else "a finite number"
-    least = f"{'greater than' if exclusive else 'at least'} {low:g}" if low > -math.inf else ""
-    most = f"and at most {high:g}" if high < math.inf else ""
-    raise BadInput(f"{owner}: {name} is {value!r}, but must be {' '.join(filter(None, (kind, least, most)))}")
+    kind = "" if is_number else "a whole number" if whole else "a finite number"
+    lower = f"{'greater than' if exclusive else 'at least'} {low:g}" if low > -math.inf else ""
+    upper = f"and at most {high:g}" if high < math.inf else ""
+    raise BadInput(f"{owner}: {name} is {value!r}, but must be {' '.join(filter(None, (kind, lower, upper)))}")
 
 
 def first_line(error: Exception) -> str:
-    """Shorten an error to the first line of its message, else the name of its type, for a reason of one sentence."""
+    """The first line of an error's message, or the name of its type; for a one-sentence reason."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
 
 
-def check_names(owner: str, given: Collection[str], known: Collection[str]) -> None:
-    """Raise `BadInput` where one of the names of settings that are given is not known."""
-    unknown = sorted(set(given) - set(known))
+def check_names(owner: str, names: Collection[str], known: Collection[str]) -> None:
+    """Raise `BadInput` if one of the names of options is not known."""
+    unknown = sorted(set(names) - set(known))
     if unknown:
         raise BadInput(f"{owner} has no option {', '.join(unknown)}; it takes {', '.join(known)}")
 
 
-def checked(kind: type[T]) -> type[T]:
-    """Have a NamedTuple call its method `check`, which raises `BadInput`, wherever one is made, `_replace` included."""
-    named: Any = kind
-    new = named.__new__
+def checked(cls: type[T]) -> type[T]:
+    """Class decorator: a NamedTuple calls its method `check`, which raises `BadInput`, whenever an instance is made.
+
+    `_replace` is included.
+    """
+    named_tuple: Any = cls
+    new = named_tuple.__new__
 
     @wraps(new)
     def construct(cls, *values, **fields):
-        made = new(cls, *values, **fields)
-        made.check()
-        return made
+        instance = new(cls, *values, **fields)
+        instance.check()
+        return instance
 
-    named.__new__, named._make = construct, classmethod(lambda cls, values: cls(*values))
-    return kind
+    named_tuple.__new__, named_tuple._make = construct, classmethod(lambda cls, values: cls(*values))
+    return cls
 
 
 # How a trajectory ends --------------------------------------------------------------------------------
@@ -113,27 +115,27 @@ class Ending(NamedTuple):
     """Consequences of a status for its trajectory, and the reason."""
 
     counts: bool  # takes part in statistics and loss (F5)
-    bootstraps: bool  # a critic's value stands for what would have come after
-    why: str
+    bootstraps: bool  # truncated: a critic's value replaces the rest of the return
+    reason: str
 
 
 ENDINGS: Mapping[Status, Ending] = {
     Status.FINISHED: Ending(True, False, "the policy or the environment ended it"),
-    Status.TURN_LIMIT: Ending(True, True, "the policy used up its turns; scored as it stands"),
-    Status.TOKEN_LIMIT: Ending(True, True, "the policy used up its tokens; scored as it stands"),
-    Status.TIMEOUT: Ending(True, False, "what the policy started did not return in its time"),
+    Status.TURN_LIMIT: Ending(True, True, "the policy used up its turns; scored as it is"),
+    Status.TOKEN_LIMIT: Ending(True, True, "the policy used up its tokens; scored as it is"),
+    Status.TIMEOUT: Ending(True, False, "what the policy started did not return in time"),
     Status.REPETITION: Ending(True, False, "the policy repeated itself and was stopped"),
     Status.TOOL_FAILURE: Ending(False, False, "a tool's infrastructure failed; not the policy's doing"),
     Status.VERIFIER_FAILURE: Ending(False, False, "the reward could not be computed"),
     Status.ABORTED: Ending(False, False, "cancelled from outside"),
 }
 
-# The same by number, for arrays of status.
+# By number, for arrays of status.
 COUNTS = np.array([ENDINGS[status].counts for status in Status])
 BOOTSTRAPS = np.array([ENDINGS[status].bootstraps for status in Status])
 
 
-# Ragged records, as a host rollout writes them --------------------------------------------------------
+# Ragged records of a host rollout --------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,10 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One policy action in its context: context tokens first, then what the policy chose.
+    """One action of the policy after its context: context tokens first, then those that the policy chose.
 
-    In a context that appends, `tokens` holds only what this turn added; where it `begins` a new context, all of it.
-    `reward` is what the environment paid for this turn; None where there is an outcome only.
+    If the turn extends a context, `tokens` has only what it added; if it starts one, the whole context. `reward` is
+    that of this turn; None if there is an outcome only.
     """
 
     tokens: np.ndarray
@@ -165,7 +167,7 @@ class Turn:
     version: np.ndarray | int = 0
     reward: float | None = None
     anchor: int = 0
-    begins: bool = False  # a new context, within a trajectory whose other turns may append
+    starts_context: bool = False  # a new context, within a trajectory that extends contexts
 
     def __post_init__(self):
         sizes = [len(self.tokens), len(self.chosen), len(self.logp_sampled)]
@@ -173,50 +175,50 @@ class Turn:
             sizes.append(np.size(self.version))
         if sizes.count(sizes[0]) < len(sizes):
             names = ("tokens", "chosen", "logp_sampled", "version")
-            found = ", ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=False))
-            raise BadInput(f"Turn: the lengths disagree: {found}; give one entry a token to each")
+            lengths = ", ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=False))
+            raise BadInput(f"Turn: the lengths disagree: {lengths}; give each one entry per token")
         check_range("Turn", "reward", self.reward, optional=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One rollout: its turns, and its outcome (None where there is no valid reward)."""
+    """One episode: its turns, and its outcome (None if there is no valid reward)."""
 
     turns: Sequence[Turn]
     outcome: float | None
     group: int
     correct: bool = False
     status: Status = Status.FINISHED
-    appends: bool = True  # False: every turn begins a context of its own
+    extends_context: bool = True  # False: every turn starts a context
 
 
 # The two pytrees --------------------------------------------------------------------------------------
 
 
 class Trajectories(struct.PyTreeNode):
-    """n trajectories of up to t turns of up to l tokens, padded; what is past `length` is never read."""
+    """n trajectories of up to t turns of up to l tokens, padded; slots past `length` are never read."""
 
     tokens: Int[AnyArray, "n t l"]
     chosen: Bool[AnyArray, "n t l"]  # the policy chose this token
-    logp_sampled: Float[AnyArray, "n t l"]  # when it was sampled, under the distribution it was sampled from
-    version: Int[AnyArray, "n t l"]  # of the weights that chose it
+    logp_sampled: Float[AnyArray, "n t l"]  # under the distribution it was sampled from
+    version: Int[AnyArray, "n t l"]  # of the weights that sampled the token
     turns: Bool[AnyArray, "n t"]  # which turns exist
     reward: Float[AnyArray, "n t"]
-    anchor: Int[AnyArray, "n t"]  # equal where the state before the turn is equal (GiGPO)
+    anchor: Int[AnyArray, "n t"]  # equal for equal states before the turn (GiGPO)
     outcome: Float[AnyArray, "n"]
-    correct: Bool[AnyArray, "n"]  # before any shaping
-    status: Int[AnyArray, "n"]  # how it ended; ENDINGS says which count
+    correct: Bool[AnyArray, "n"]  # the task is solved; before any reward shaping
+    status: Int[AnyArray, "n"]  # a Status; ENDINGS has those that count
     group: Int[AnyArray, "n"]
     length: Int[AnyArray, "n t"] | None = None  # filled slots; None: a turn ends with its last chosen token
-    begins: Bool[AnyArray, "n t"] | None = None  # a context of its own; the others append. None: the first turns alone
-    by_turn: Bool[AnyArray, "n"] | None = None  # `reward` was paid turn by turn; None: outcome only
-    tool: Int[AnyArray, "n t"] | None = None  # number of the one that was called; -1 where none was
-    error: Bool[AnyArray, "n t"] | None = None  # a malformed action or a refused call
-    logp_old: Float[AnyArray, "n t l"] | None = None  # what the trainer's own scoring gave, where it was run
+    starts_context: Bool[AnyArray, "n t"] | None = None  # None: only the first turn does
+    by_turn: Bool[AnyArray, "n"] | None = None  # `reward` was given turn by turn; None: outcome only
+    tool: Int[AnyArray, "n t"] | None = None  # index of the tool that was called; -1 if none was
+    error: Bool[AnyArray, "n t"] | None = None  # the action was malformed, or its call refused
+    logp_old: Float[AnyArray, "n t l"] | None = None  # rescored by the learner, if it was
     logp_ref: Float[AnyArray, "n t l"] | None = None  # under the reference
     value: Float[AnyArray, "n t l"] | None = None  # the critic, before the token
     last_value: Float[AnyArray, "n"] | None = None  # the critic, after the last turn
-    hint: Int[AnyArray, "n q"] | None = None  # what a teacher is told before the first turn, where there is one
+    hint: Int[AnyArray, "n q"] | None = None  # tokens that a teacher reads before the first turn
 
     @property
     def valid(self) -> Bool[jax.Array, "n"]:
@@ -226,8 +228,8 @@ class Trajectories(struct.PyTreeNode):
         return counts_n & finite_n & self.acted.any(axis=1)
 
     @property
-    def actions(self) -> Bool[jax.Array, "n t l"]:
-        """The chosen tokens of the turns that exist, up to their length: `chosen` without what is never read."""
+    def action_mask(self) -> Bool[jax.Array, "n t l"]:
+        """The chosen tokens of existing turns, up to their length: `chosen` without slots that are never read."""
         actions_ntl = jnp.asarray(self.chosen) & jnp.asarray(self.turns)[:, :, None]
         if self.length is None:
             return actions_ntl
@@ -235,42 +237,42 @@ class Trajectories(struct.PyTreeNode):
 
     @property
     def acted(self) -> Bool[jax.Array, "n t"]:
-        """Turns with at least one chosen token: the turns that T_i counts (F2)."""
-        return self.actions.any(axis=2)
+        """Whether a turn has a chosen token: those are counted by T_i (F2)."""
+        return self.action_mask.any(axis=2)
 
     @property
     def bootstraps(self) -> Bool[jax.Array, "n"]:
-        """Trajectories that were cut, so that a critic's value stands for the rest."""
+        """Truncated trajectories, whose return is completed by a critic's value."""
         return jnp.asarray(BOOTSTRAPS)[self.status]
 
 
 class PrefixTree(NamedTuple):
     """The contexts of each row as a tree: u distinct tokens, shared prefixes once, in depth-first order.
 
-    A token sees those whose subtree it is in: query i sees key j iff j <= i < ends[j]. So a row of plain segments is
-    the tree in which every token of a segment ends where the segment does.
+    A token attends to those whose subtree it is in: query i sees key j iff j <= i < ends[j]. So plain segments are the
+    tree in which the subtree of every token ends with its segment.
     """
 
     tokens: Int[AnyArray, "r u"]
-    positions: Int[AnyArray, "r u"]  # depth: the token's position in every context that holds it
+    positions: Int[AnyArray, "r u"]  # depth: the token's position in all its contexts
     ends: Int[AnyArray, "r u"]  # one past the last token of its subtree; 0 is padding
-    after: Int[AnyArray, "r s"]  # the token of the tree whose hidden state predicts a row's token; -1: there is none
+    predecessor: Int[AnyArray, "r s"]  # node whose hidden state predicts a row's token; -1: none
 
 
 class Batch(struct.PyTreeNode):
-    """r packed rows of s tokens: all that an update needs to know, per token.
+    """r packed rows of s tokens: the input of an update, per token.
 
-    (trajectory, turn, slot) leads from a token back to its place in `Trajectories`; all three, and
-    `group`, are -1 on padding. `logp` of any kind at s is that of the token at s, given those before it.
+    (trajectory, turn, slot) is the token's index in `Trajectories`; all three, and `group`, are -1 on padding.
+    `logp` of any kind at s is that of the token at s, given those before it.
 
-    Without a tree, rows hold whole segments, context and chosen tokens. With one, a row holds the tokens that are
-    scored and nothing else, from slot 0 on, each occurrence of a chosen token once; what comes before them stands in
-    the row's tree, and `segments` numbers the contexts of the row from 1.
+    Without a tree, rows contain whole segments, context and chosen tokens. With one, a row contains only the tokens
+    that are scored, from slot 0 on, each occurrence of a chosen token once; their contexts are in the row's tree, and
+    `segments` numbers the contexts of the row from 1.
     """
 
     tokens: Int[AnyArray, "r s"]
     positions: Int[AnyArray, "r s"]
-    segments: Int[AnyArray, "r s"]  # what sees each other within a row; 0 is padding
+    segments: Int[AnyArray, "r s"]  # tokens attend within their segment; 0 is padding
     trajectory: Int[AnyArray, "r s"]
     turn: Int[AnyArray, "r s"]
     slot: Int[AnyArray, "r s"]
@@ -279,30 +281,30 @@ class Batch(struct.PyTreeNode):
     logp_sampled: Float[AnyArray, "r s"]
     logp_old: Float[AnyArray, "r s"]
     advantage: Float[AnyArray, "r s"]
-    weight: Float[AnyArray, "r s"]  # of the token in the loss; 0 where it takes no part
+    weight: Float[AnyArray, "r s"]  # of the token in the loss; 0: no part
     logp_ref: Float[AnyArray, "r s"] | None = None
     value_old: Float[AnyArray, "r s"] | None = None
-    target: Float[AnyArray, "r s"] | None = None  # what the critic is to predict
-    sequence_sum: Float[AnyArray, "r s"] | None = None  # of log-ratios over the token's sequence: the first pass
-    sequence_count: Float[AnyArray, "r s"] | None = None  # chosen tokens of that sequence
+    target: Float[AnyArray, "r s"] | None = None  # the critic's
+    sequence_sum: Float[AnyArray, "r s"] | None = None  # of log-ratios over the token's sequence (first pass)
+    sequence_count: Float[AnyArray, "r s"] | None = None  # number of chosen tokens of that sequence
     correction: Float[AnyArray, "r s"] | None = None  # sequence-level pi_old / mu, capped
     version: Int[AnyArray, "r s"] | None = None  # of the weights that chose the token
-    tree_tokens: Int[AnyArray, "r u"] | None = None  # the tree's fields, as `PrefixTree` has them
+    tree_tokens: Int[AnyArray, "r u"] | None = None  # the fields of the `PrefixTree`
     tree_positions: Int[AnyArray, "r u"] | None = None
     tree_ends: Int[AnyArray, "r u"] | None = None
-    after: Int[AnyArray, "r s"] | None = None
+    predecessor: Int[AnyArray, "r s"] | None = None
 
     @property
     def tree(self) -> PrefixTree | None:
-        """The contexts of the rows, where each row shares prefixes; None where rows are plain."""
-        tokens, positions, ends, after = self.tree_tokens, self.tree_positions, self.tree_ends, self.after
-        if tokens is None or positions is None or ends is None or after is None:
+        """The contexts of the rows, if they share prefixes; None for plain rows."""
+        tokens, positions, ends, predecessor = self.tree_tokens, self.tree_positions, self.tree_ends, self.predecessor
+        if tokens is None or positions is None or ends is None or predecessor is None:
             return None
-        return PrefixTree(tokens, positions, ends, after)
+        return PrefixTree(tokens, positions, ends, predecessor)
 
     @property
-    def live(self) -> Bool[jax.Array, "r s"]:
-        """Tokens that carry loss."""
+    def loss_mask(self) -> Bool[jax.Array, "r s"]:
+        """Tokens that carry loss: chosen, not padding, and of non-zero weight."""
         return jnp.asarray(self.chosen) & (jnp.asarray(self.segments) > 0) & (jnp.asarray(self.weight) != 0)
 
 
@@ -316,10 +318,10 @@ def check_axes(tree: Trajectories | Batch) -> None:
 
 
 def map_axis(tree: Tree, axis: str, change: Callable[[AnyArray, int], AnyArray]) -> Tree:
-    """Apply `change(array, position of the axis)` to every field that has this axis: cut, pad, repeat or reorder it.
+    """Apply `change(array, position of the axis)` to every field with this axis: cut, pad, repeat or reorder it.
 
-    `map_axis(trajectories, "t", lambda x, position: np.repeat(x, 2, position))` has every turn twice. Fields are found
-    by their annotations, so none is forgotten.
+    `map_axis(trajectories, "t", lambda x, position: np.repeat(x, 2, position))` repeats every turn. Fields are found by
+    their annotations, so that none is forgotten.
     """
     axes = {item.name: _axes_of(item.type) for item in fields(tree)}
     if not any(axis in letters for letters in axes.values()):
@@ -337,7 +339,7 @@ def check_shared_axes(function: str, **arrays: AnyArray) -> None:
 
 
 def _check_sizes(owner: str, values: Mapping[str, tuple[tuple[str, ...], AnyArray | None]]) -> None:
-    """Raise `BadInput` for a rank that its axes contradict, sizes that disagree, or a batch of nothing."""
+    """Raise `BadInput` for a wrong rank, for sizes that disagree, or for an empty axis."""
     seen: dict[str, tuple[int, str]] = {}
     for name, (axes, value) in values.items():
         if value is None:
@@ -354,20 +356,20 @@ def _check_sizes(owner: str, values: Mapping[str, tuple[tuple[str, ...], AnyArra
 
 
 def _axes_of(annotation) -> tuple[str, ...]:
-    """The axis letters of `Float[AnyArray, "n t"]`, or of the same with `| None`."""
+    """Axis letters of `Float[AnyArray, "n t"]`, also with `| None`."""
     options = getattr(annotation, "__args__", (annotation,))
     return next(tuple(option.dim_str.split()) for option in options if hasattr(option, "dim_str"))
 
 
-# The ledger -------------------------------------------------------------------------------------------
+# Token ledger -------------------------------------------------------------------------------------------
 
 
 class Fate(IntEnum):
-    """Fate of a generated token (A6): its name says whether the token was trained, masked or dropped."""
+    """Fate of a generated token (A6): trained, masked or dropped."""
 
     TRAINED = 0
     MASKED_INVALID = 1  # its trajectory has no valid reward (F5)
-    MASKED_WEIGHTLESS = 2  # its trajectory counts, but its weight is 0: filtered group, excluded segment
+    MASKED_WEIGHTLESS = 2  # weight 0 in a valid trajectory: filtered group, excluded segment
     DROPPED_TOO_LONG = 3  # its trajectory fits no row
     DROPPED_NO_SIGNAL = 4  # skipped because its gradient is exactly zero (F8)
     DROPPED_AFTER_STOP = 5  # decoded past the end of its turn
@@ -376,7 +378,7 @@ class Fate(IntEnum):
 
 @dataclass(frozen=True)
 class Ledger:
-    """Count of all generated tokens, by the fate of each. Ledgers add; `check` holds them to law A6."""
+    """Number of generated tokens, by fate. Ledgers add; `check` verifies law A6."""
 
     generated: int = 0
     fates: Mapping[Fate, int] = field(default_factory=dict)
@@ -387,7 +389,7 @@ class Ledger:
         return Ledger(self.generated + other.generated, fates)
 
     def check(self) -> "Ledger":
-        """Return this ledger, or raise where generated tokens and accounted tokens differ."""
+        """This ledger; raises if generated and accounted tokens differ."""
         accounted = sum(self.fates.values())
         if accounted != self.generated or min(self.fates.values(), default=0) < 0:
             parts = ", ".join(f"{fate.name.lower()} {count}" for fate, count in self.fates.items())

@@ -1,6 +1,7 @@
 """A tokenizer of each template style, tools, and a way to play an agent system, for the tests of `agent`."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -8,8 +9,9 @@ from typing import Any, NamedTuple
 
 from tokenizer_cases import NAMES, STYLES, byte_level, fast
 
-from flowgrpo.contracts import Call, HostEnv, HostStep, Result, Said
-from flowgrpo.data.tokenizer import Text, load_text
+from flowgrpo.agent.system import AgentLimits, AgentRoles, agent_system
+from flowgrpo.contracts import Call, HostEnv, HostObservation, HostStep, Result
+from flowgrpo.data.tokenizer import ChatTokenizer, load_tokenizer
 from flowgrpo.types import Task
 
 TEMPLATES = NAMES
@@ -31,11 +33,11 @@ SCHEMAS = (ECHO, ADD)
 
 
 @cache
-def agent_text(style: str = "qwen2.5") -> Text:
+def agent_text(style: str = "qwen2.5") -> ChatTokenizer:
     """Byte-level BPE with the template and the tokens of a style."""
     with TemporaryDirectory() as folder:
         fast(byte_level(), STYLES[style], STYLES[style].template).save_pretrained(folder)
-        return load_text(Path(folder))
+        return load_tokenizer(Path(folder))
 
 
 def task(query: str = "what is 2 + 3?", identity: str = "t") -> Task:
@@ -56,41 +58,56 @@ def run_tools(call: Call) -> Result:
     return Result("refused", error=True) if words == "wrong" else Result(f"heard {words}")
 
 
+def make_system(text: ChatTokenizer, *, schemas: Sequence[Any] = SCHEMAS, **settings: Any) -> HostEnv:
+    """An agent system of flat settings: the fields of `AgentRoles` and `AgentLimits`, `rendering` and `name`."""
+    roles, limits = (
+        {field.name: settings.pop(field.name) for field in fields(kind) if field.name in settings}
+        for kind in (AgentRoles, AgentLimits)
+    )
+    return agent_system(text, schemas=schemas, roles=AgentRoles(**roles), limits=AgentLimits(**limits), **settings)
+
+
 def plan(tool: str, context: str = "", goal: str = "") -> str:
     return (f"Sub-goal: {goal}\n" if goal else "") + f"Tool: {tool}\nContext: {context}"
 
 
-def ids(text: Text, words: str, end: bool = True) -> list[int]:
+def ids(text: ChatTokenizer, words: str, end: bool = True) -> list[int]:
     """Sampled ids that read `words`, with a stop token unless they were cut."""
     return [*text.encode(words), *[text.stop_ids[-1]] * end]
 
 
-class Played(NamedTuple):
+class AgentEpisode(NamedTuple):
     """Record of an episode: one more state than steps, and a prompt for each state but one in which it ended."""
 
     states: list[Any]
-    said: list[Said]
+    said: list[HostObservation]
     sampled: list[list[int]]
     steps: list[HostStep]
 
-    def prompts(self, text: Text) -> list[str]:
+    def prompts(self, text: ChatTokenizer) -> list[str]:
         return [text.decode(said.tokens) for said in self.said]
 
 
 def play(
-    env: HostEnv, text: Text, actions: Sequence[str | Sequence[int]], do: Callable = run_tools, *, of=None, key: Any = 0
-) -> Played:
+    env: HostEnv,
+    text: ChatTokenizer,
+    actions: Sequence[str | Sequence[int]],
+    call_tool: Callable = run_tools,
+    *,
+    of=None,
+    key: Any = 0,
+) -> AgentEpisode:
     """The episode of these actions: words, which end in a stop token, or ids as they are."""
-    state, said = env.reset(key, of or task(), do)
-    played = Played([state], [said], [], [])
+    state, said = env.reset(key, of or task(), call_tool)
+    played = AgentEpisode([state], [said], [], [])
     for action in actions:
         sampled = ids(text, action) if isinstance(action, str) else list(action)
-        state, step = env.step(state, sampled, do)
+        state, step = env.step(state, sampled, call_tool)
         played.states.append(state)
         played.sampled.append(sampled)
         played.steps.append(step)
         if step.done:
             break
-        assert step.said is not None
-        played.said.append(step.said)
+        assert step.observation is not None
+        played.said.append(step.observation)
     return played

@@ -1,7 +1,7 @@
-"""Run modules as commands, each in a process of its own that is forked from one with the libraries imported.
+"""Run modules as commands, each in a process that is forked from one with the libraries imported.
 
 A command that starts with `python -m` spends several seconds of a core on imports; a fork of `serve`, which has
-imported them but started no backend, spends none. Environment, folder, output and status are those of a fresh one.
+imported them but started no backend, spends none. Environment, folder, output and status are those of a new process.
 """
 
 import ast
@@ -23,18 +23,18 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parent.parent
 LIBRARIES = ("jax", "optax", "orbax.checkpoint", "transformers", "matplotlib", "absl.app", "flowgrpo")
-# What XLA's backend and coverage read when they start: in the forks alone.
-OF_FORKS = ("XLA_FLAGS", "COVERAGE_PROCESS_CONFIG")
+# Read by XLA's backend and by coverage when they start, so set in the forks only.
+FORK_VARIABLES = ("XLA_FLAGS", "COVERAGE_PROCESS_CONFIG")
 _LOCK = threading.Lock()
 SPENT = [0.0]  # processor seconds of all commands so far
 _SERVERS: list[subprocess.Popen] = []
 
 
 @contextmanager
-def small_files(most: int) -> Iterator[None]:
-    """A write beyond so many bytes fails in the middle of a file."""
+def file_size_limit(max_bytes: int) -> Iterator[None]:
+    """A write beyond `max_bytes` fails in the middle of a file."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, limits[1]))
     try:
         yield
     finally:
@@ -42,12 +42,12 @@ def small_files(most: int) -> Iterator[None]:
 
 
 def run_module(
-    module: str, *arguments: str, said: str = "", cwd: Path = ROOT, timeout: float = 600
+    module: str, *arguments: str, stdin: str = "", cwd: Path = ROOT, timeout: float = 600
 ) -> subprocess.CompletedProcess:
-    """Do what `python -m MODULE ARGUMENTS` does with `said` on its standard input; return its status and output."""
+    """Run `python -m MODULE ARGUMENTS` with `stdin` as its standard input -> status and output."""
     with TemporaryDirectory() as folder:
         files = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
-        files[0].write_text(said)
+        files[0].write_text(stdin)
         job = {"module": module, "arguments": arguments, "cwd": str(cwd), "env": dict(os.environ)}
         with _LOCK:
             server = _server()
@@ -65,22 +65,22 @@ def run_module(
 
 
 def imported_modules(module: str, node: ast.ImportFrom) -> list[str]:
-    """The modules that an import in this one names, or may: of what, and what is imported from it."""
-    of = resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
-    return [of, *(f"{of}.{alias.name}" for alias in node.names)]
+    """The modules that a `from` import may import: its module, and each name as a submodule."""
+    source = resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
+    return [source, *(f"{source}.{alias.name}" for alias in node.names)]
 
 
 def xla_flags(level: int = 0) -> str:
-    """Return the tests' flags of XLA for a command, with the devices that it asks for: 1 where it computes much."""
-    own = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
-    return own.replace("optimization_level=0", f"optimization_level={level}")
+    """XLA flags for a command, without the tests' device count; `level` 1 is for commands that compute much."""
+    flags = " ".join(flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag)
+    return flags.replace("optimization_level=0", f"optimization_level={level}")
 
 
 def _server() -> subprocess.Popen:
-    """Start the process that forks, once for every process of the tests."""
+    """The process that forks, started once for each process of the tests."""
     if not _SERVERS:
         command, pipe = [sys.executable, __file__], subprocess.PIPE
-        env = {name: value for name, value in os.environ.items() if name not in OF_FORKS}
+        env = {name: value for name, value in os.environ.items() if name not in FORK_VARIABLES}
         _SERVERS.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=env))
         atexit.register(_end)
     return _SERVERS[0]
@@ -92,10 +92,10 @@ def _end() -> None:
 
 
 def serve() -> dict:
-    """Fork for every job that comes in on a line, and return the job in the fork."""
+    """Fork for each job, a line of standard input; returns the job in the fork."""
     answers = os.fdopen(os.dup(1), "w")
     gc.collect()
-    gc.freeze()  # what is imported is shared with the forks, which then neither walk nor copy it
+    gc.freeze()  # imported objects are shared with the forks, whose collector then neither walks nor copies them
     for line in sys.stdin:
         job = json.loads(line)
         pid = os.fork()
@@ -110,7 +110,7 @@ def serve() -> dict:
 
 
 def become(job: dict) -> None:
-    """Take the place of a fresh interpreter that was started for this job."""
+    """Run a job as a new interpreter would."""
     os.environ.clear()
     os.environ.update(job["env"])
     os.chdir(job["cwd"])

@@ -33,7 +33,7 @@ from hypothesis import settings
 
 from flowgrpo import launch
 
-launch.round_rows_alike()
+launch.round_rows_equally()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -85,7 +85,7 @@ def pytest_configure(config):
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    launch.write_programs_whole()
+    launch.write_cache_atomically()
 
 
 @pytest.fixture(autouse=True, scope="module")

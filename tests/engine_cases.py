@@ -13,12 +13,12 @@ STOP = (7,)
 BYTES = [(b"\xc3", b"\xa9", b"\xe2\x82", b"ab", b"c", b"", b"-" + bytes([65 + i % 26]))[i % 7] for i in range(CONFIG.v)]
 
 
-def text_of(ids: Sequence[int]) -> str:
+def detokenize(ids: Sequence[int]) -> str:
     """As tokenizers of bytes do: what is no character reads as U+FFFD."""
     return b"".join(BYTES[i] for i in ids).decode(errors="replace")
 
 
-SETTINGS = {"slots": 8, "slot_length": 128, "chunk": 16, "steps": 8, "banned": BANNED, "text_of": text_of}
+SETTINGS = fg.EngineSettings(slots=8, slot_length=128, chunk=16, steps=8, banned=BANNED)
 
 
 def make_requests(count: int, seed: int = 0, **fields) -> list[fg.Request]:
@@ -35,10 +35,10 @@ def make_requests(count: int, seed: int = 0, **fields) -> list[fg.Request]:
 
 def next_turn(request: fg.Request, completion: fg.Completion, seed: int) -> fg.Request:
     """The conversation after an observation of 9 tokens."""
-    seen = np.random.default_rng(seed).integers(1, CONFIG.v, 9).tolist()
+    observation = np.random.default_rng(seed).integers(1, CONFIG.v, 9).tolist()
     before = [False] * len(request.tokens) if request.chosen is None else list(request.chosen)
     return fg.Request(
-        [*request.tokens, *completion.tokens, *seen],
+        [*request.tokens, *completion.tokens, *observation],
         jax.random.key(10_000 + seed),
         12,
         chosen=before + [True] * len(completion.tokens) + [False] * 9,
@@ -51,7 +51,7 @@ def fill(engine) -> None:
     engine.generate(make_requests(8, seed=70, max_tokens=1))
 
 
-def whole(completion: fg.Completion) -> tuple:
+def as_tuple(completion: fg.Completion) -> tuple:
     """All of a completion but where its cache was found."""
     columns = [list(x) for x in (completion.tokens, completion.logp_sampled, completion.version)]
     assert len({len(column) for column in columns}) == 1
@@ -59,10 +59,10 @@ def whole(completion: fg.Completion) -> tuple:
 
 
 def bits(completions) -> list:
-    return [whole(completion) for completion in completions]
+    return [as_tuple(completion) for completion in completions]
 
 
-def at_stretch(engine, action) -> None:
+def on_stretch(engine, action) -> None:
     """Call `action(number of the stretch, what it sampled)` after each that samples, in the engine's own thread."""
     decode, number = engine.programs.decode, [0]
 
@@ -79,5 +79,5 @@ def at_stretch(engine, action) -> None:
 def count_live(engine) -> list[int]:
     """Of every later stretch, the tokens that the program samples, whatever the engine makes of them."""
     counts: list[int] = []
-    at_stretch(engine, lambda _, sampled: counts.append(int(sampled.live.sum())))
+    on_stretch(engine, lambda _, sampled: counts.append(int(sampled.live.sum())))
     return counts

@@ -11,13 +11,13 @@ import numpy as np
 from tiny_env import tiny_env
 
 import flowgrpo as fg
-from flowgrpo.envs.env import in_words
-from flowgrpo.envs.play import Play
-from flowgrpo.recipes.names import HARDER
+from flowgrpo.envs.env import to_words
+from flowgrpo.envs.play import Episode
+from flowgrpo.recipes.names import HARD_VARIANTS
 from flowgrpo.recipes.registry import ENVIRONMENTS
 
 N = 1024
-EASIER = {name: make for name, make in ENVIRONMENTS.items() if name not in HARDER}
+EASIER = {name: make for name, make in ENVIRONMENTS.items() if name not in HARD_VARIANTS}
 ENVS = {name: make() for name, make in {**EASIER, "tiny": tiny_env}.items()}
 PLAYERS = ("oracle", "demonstrations", "random", "garbage")
 TRACES: Counter[tuple[int, str]] = Counter()  # by environment and function
@@ -68,7 +68,7 @@ def repeated(tree):
     return jax.tree.map(lambda leaf: np.broadcast_to(leaf, (N, *np.shape(leaf))), tree)
 
 
-def play(env: fg.Env, act: Callable, tasks=None, *, seed: int = 0) -> Play:
+def play(env: fg.Env, act: Callable, tasks=None, *, seed: int = 0) -> Episode:
     """Play an episode of each task, where `act(keys, states) -> (tokens, length)`."""
     here, tasks = batched(env), tasks_of(env) if tasks is None else tasks
     state, prompt = here.reset(keys(seed), tasks)
@@ -78,7 +78,7 @@ def play(env: fg.Env, act: Callable, tasks=None, *, seed: int = 0) -> Play:
         before, (state, now) = state, here.step(state, *action)
         turns.append((*to_numpy((here.anchor(before), *action)), ~np.asarray(before.done), to_numpy(now)))
     turns = jax.tree.map(lambda *leaves: np.stack(leaves, axis=1), *turns)
-    return Play(*to_numpy((tasks, prompt)), *turns, to_numpy(state))
+    return Episode(*to_numpy((tasks, prompt)), *turns, to_numpy(state))
 
 
 def player(env: fg.Env, name: str) -> Callable:
@@ -86,10 +86,10 @@ def player(env: fg.Env, name: str) -> Callable:
     rng, slots = np.random.default_rng(0), env.sizes.action
 
     def random_words(*_):
-        return rng.integers(1, len(env.words), (N, slots), np.int32), rng.integers(1, slots + 1, N, np.int32)
+        return rng.integers(1, len(env.vocabulary), (N, slots), np.int32), rng.integers(1, slots + 1, N, np.int32)
 
     def garbage(*_):
-        return rng.integers(-3, 2 * len(env.words), (N, slots), np.int32), rng.integers(0, slots + 1, N, np.int32)
+        return rng.integers(-3, 2 * len(env.vocabulary), (N, slots), np.int32), rng.integers(0, slots + 1, N, np.int32)
 
     here = batched(env)
     acts = (lambda _, state: here.oracle(state), here.demonstrate, random_words, garbage)
@@ -97,7 +97,7 @@ def player(env: fg.Env, name: str) -> Callable:
 
 
 @cache
-def played(env: fg.Env, name: str, split: str = "train") -> Play:
+def played(env: fg.Env, name: str, split: str = "train") -> Episode:
     """The episodes of one of `PLAYERS`."""
     return play(env, player(env, name), tasks_of(env, split))
 
@@ -117,7 +117,7 @@ class Talk(NamedTuple):
 
 def row(env: fg.Env, line: str) -> tuple[np.ndarray, int]:
     """A line of words in the slots of an action, and their number."""
-    tokens = [env.words.index(word) for word in line.split()]
+    tokens = [env.vocabulary.index(word) for word in line.split()]
     return np.array([*tokens, *[0] * env.sizes.action], np.int32)[: env.sizes.action], len(tokens)
 
 
@@ -125,7 +125,7 @@ def talks(env: fg.Env, task, *dialogues: Sequence[str], end: str = " <end>", see
     """Play each of these lists of lines, of a task; `end` is added to each line."""
     here = batched(env)
     state, prompt = here.reset(keys(seed), repeated(task))
-    found = [Talk([in_words(env, *at(prompt, i))], [], [], [], None) for i in range(len(dialogues))]
+    found = [Talk([to_words(env, *at(prompt, i))], [], [], [], None) for i in range(len(dialogues))]
     for t in range(max(map(len, dialogues)) + 1):
         best, anchors, now_state = to_numpy((here.oracle(state), here.anchor(state), state))
         actions = [row(env, lines[t] + end) if t < len(lines) else row(env, "") for lines in dialogues]
@@ -134,11 +134,11 @@ def talks(env: fg.Env, task, *dialogues: Sequence[str], end: str = " <end>", see
         now = to_numpy(now)
         for i, lines in enumerate(dialogues):
             if t <= len(lines):
-                found[i].best.append(in_words(env, *at(best, i)))
+                found[i].best.append(to_words(env, *at(best, i)))
                 found[i].anchors.append(int(anchors[i]))
                 found[i] = found[i]._replace(state=at(now_state, i))
             if t < len(lines):
-                found[i].said.append(in_words(env, *at(now.observation, i)))
+                found[i].said.append(to_words(env, *at(now.observation, i)))
                 found[i].steps.append(at(now, i))
     return found
 

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, read by hand: bytes flow in, records and their fields flow out."""
+"""Parse TensorBoard event files by hand: bytes to records, and records to fields."""
 
 import io
 import struct
@@ -8,14 +8,14 @@ from flowgrpo.report.tensorboard import masked_crc
 
 def records(data: bytes) -> list[bytes]:
     """Split the bytes of an event file into its records, and assert that their checksums are right."""
-    found = []
+    parsed = []
     while data:
         (size,) = struct.unpack("<Q", data[:8])
         body = data[12 : 12 + size]
         sums = struct.unpack("<I", data[8:12]) + struct.unpack("<I", data[12 + size : 16 + size])
         assert sums == (masked_crc(data[:8]), masked_crc(body))
-        found, data = [*found, body], data[16 + size :]
-    return found
+        parsed, data = [*parsed, body], data[16 + size :]
+    return parsed
 
 
 def varint(file: io.BytesIO) -> int:
@@ -27,12 +27,12 @@ def varint(file: io.BytesIO) -> int:
 
 def fields(data: bytes) -> list[tuple[int, object]]:
     """The fields of a message and their values, nested ones as bytes."""
-    found, file = [], io.BytesIO(data)
+    parsed, file = [], io.BytesIO(data)
     while file.tell() < len(data):
         number, kind = divmod(varint(file), 8)
         if kind in (1, 5):
             (value,) = struct.unpack("<d" if kind == 1 else "<f", file.read(8 if kind == 1 else 4))
-            found.append((number, value))
+            parsed.append((number, value))
         else:
-            found.append((number, varint(file) if kind == 0 else file.read(varint(file))))
-    return found
+            parsed.append((number, varint(file) if kind == 0 else file.read(varint(file))))
+    return parsed

@@ -1,14 +1,14 @@
-"""A TRL-style environment: a counter that is to be brought to a number, with ways to go wrong."""
+"""TRL-style environments: a counter that must reach a target, with tools that fail, and one that can't be reset."""
 
 import os
 import time
 
 
 class Counter:
-    """Counts; paid where it ends at the target."""
+    """Counts; the reward is 1 if the final count is the target."""
 
     def reset(self, target: int = 3, **_) -> str:
-        """Say what is to be done."""
+        """State the goal."""
         self.count, self.target = 0, target
         return f"Count to {target}."
 
@@ -32,7 +32,7 @@ class Counter:
         os._exit(5)
 
     def get_reward(self) -> float:
-        """Pay for the target."""
+        """1 if the count is the target."""
         return float(self.count == self.target)
 
     def _hidden(self) -> str:

@@ -35,13 +35,13 @@ def random_records(
         outcome = None if lost else float(rng.choice([0.0, 1.0, 1.0, 0.25]))
         for _ in range(rng.integers(1, turns + 1)):
             sizes = rng.integers(1, length), rng.integers(1, length)
-            said = {"version": int(rng.integers(3)), "anchor": int(rng.integers(2))}
-            steps.append(make_turn(rng, *map(int, sizes), **said, reward=float(rng.normal()) if by_turn else None))
+            fields = {"version": int(rng.integers(3)), "anchor": int(rng.integers(2))}
+            steps.append(make_turn(rng, *map(int, sizes), **fields, reward=float(rng.normal()) if by_turn else None))
         status = fg.Status(rng.choice(INVALID if lost else COUNTING))
         correct = outcome is not None and outcome >= 0.5
         records.append(fg.Trajectory(steps, outcome, int(group), correct, status, bool(rng.random() < 0.5)))
     for record in records[::3]:  # of the contexts that append, some have turns that begin another one
-        record.turns[-1] = replace(record.turns[-1], begins=True)
+        record.turns[-1] = replace(record.turns[-1], starts_context=True)
     return [records[i] for i in rng.permutation(len(records))]
 
 
@@ -71,8 +71,8 @@ def make_case(seed: int = 0, drift: float = 0.3, *, turns=4, length=6, **setting
     rng = np.random.default_rng(seed + 1)
     shape = trajectories.tokens.shape
     moved = trajectories.logp_old + drift * rng.normal(size=shape)
-    said = moved, rng.uniform(0, 2, shape), rng.normal(size=shape)
-    return Case(trajectories, *(x_ntl.astype(np.float32) for x_ntl in said))
+    fields = moved, rng.uniform(0, 2, shape), rng.normal(size=shape)
+    return Case(trajectories, *(x_ntl.astype(np.float32) for x_ntl in fields))
 
 
 @cache
@@ -94,7 +94,7 @@ def members() -> dict[str, fg.Algorithm]:
         "trloo": fg.algorithms.trloo(gamma=0.9),
         "kimi": fg.algorithms.kimi(tau=0.5),
         "ppo": fg.ppo(),
-        "ppo_turns": fg.ppo(credit=fg.algorithms.turn_gae, gamma=0.9),
+        "ppo_turns": fg.ppo(estimator=fg.algorithms.turn_gae, gamma=0.9),
         "dpo": fg.dpo(),
         "opd": fg.algorithms.opd(outcome=0.5),
         "opd_dead_only": fg.algorithms.opd(outcome=0.5, dead_only=True),
@@ -141,9 +141,9 @@ def batch_of(algorithm: fg.Algorithm, trajectories: fg.Trajectories, layout="pac
     return batch if target is None else batch.replace(target=place(target, batch))
 
 
-def assert_same_batch(found: fg.Batch, expected: fg.Batch):
+def assert_same_batch(batch: fg.Batch, expected: fg.Batch):
     for item in fields(fg.Batch):
-        left, right = getattr(found, item.name), getattr(expected, item.name)
+        left, right = getattr(batch, item.name), getattr(expected, item.name)
         assert (left is None) == (right is None), item.name
         if left is not None:
             assert left.dtype == right.dtype, item.name

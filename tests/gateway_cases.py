@@ -1,4 +1,4 @@
-"""Helpers for tests of the gateway: a small model whose template knows tools, agents, and a client by httpx."""
+"""Helpers for tests of the gateway: a small model whose template has tools, external agents, and an httpx client."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ import httpx
 import jax
 
 import flowgrpo as fg
-from flowgrpo.data.tokenizer import load_text
+from flowgrpo.data.tokenizer import load_tokenizer
 from flowgrpo.models.hf import load_model
 from flowgrpo.recipes.offline_start import write_model
 
@@ -31,7 +31,7 @@ def tiny_folder() -> Path:
     """A model folder with a chat template that shows tools."""
     folder = Path(mkdtemp(prefix="gateway-")) / "model"
     write_model(folder, WORDS, seed=0, shape=SHAPE, vocab_size=320)
-    text = load_text(folder, template=TEMPLATE)
+    text = load_tokenizer(folder, template=TEMPLATE)
     text.save(folder)
     return folder
 
@@ -45,13 +45,16 @@ def make_engine(slots: int = 8, **settings) -> fg.Engine:
     model = tiny_model()
     sizes = {"slots": slots, "slot_length": CONTEXT, "chunk": 16, "steps": 4}
     return fg.Engine(
-        model.policy, model.params, banned=model.banned, text_of=model.text.decode, **{**sizes, **settings}
+        model.policy,
+        model.params,
+        fg.EngineSettings(banned=model.banned, **{**sizes, **settings}),
+        detokenize=model.tokenizer.decode,
     )
 
 
 def make_env(**settings) -> fg.HostEnv:
     sizes = {"turns": TURNS, "max_tokens": MAX_TOKENS, "context_tokens": CONTEXT}
-    return fg.gateway.agent_env(tiny_model().text, **{**sizes, **settings})
+    return fg.gateway.agent_env(tiny_model().tokenizer, **{**sizes, **settings})
 
 
 def tasks_of(count: int) -> list[fg.Task]:
@@ -65,21 +68,21 @@ def keys_of(count: int) -> jax.Array:
 
 
 def post(url: str, body, **more):
-    """The status and the JSON of a request."""
+    """Post a request -> (status, JSON of the response)."""
     data = body if isinstance(body, bytes | str) else json.dumps(body)
     response = httpx.post(url, content=data, timeout=60, **more)
     return response.status_code, response.json()
 
 
 async def ask(client: httpx.AsyncClient, url: str, messages, **more) -> dict:
-    """The first choice of a chat's answer."""
+    """The first choice of a chat completion."""
     response = await client.post(f"{url}/chat/completions", json={"messages": messages, **more}, timeout=60)
     response.raise_for_status()
     return response.json()["choices"][0]
 
 
 async def talkative(task: fg.Task, url: str) -> str:
-    """Asks three times in one conversation; its answer is the last one."""
+    """Sends three requests in one conversation; its answer is the last response."""
     messages = [{"role": "user", "content": task.query}]
     async with httpx.AsyncClient() as client:
         for number in range(3):
@@ -89,7 +92,7 @@ async def talkative(task: fg.Task, url: str) -> str:
 
 
 async def slow(task: fg.Task, url: str) -> str:
-    """Asks once, says so by the file of the environment variable ANSWERED, and then takes its time."""
+    """Sends one request, then creates the file of the environment variable ANSWERED, and sleeps."""
     async with httpx.AsyncClient() as client:
         await ask(client, url, [{"role": "user", "content": task.query}])
     Path(os.environ["ANSWERED"]).touch()

@@ -9,12 +9,12 @@ from typing import Any
 
 import gguf
 import numpy as np
-from model_cases import HEADS, LLAMA3, made
+from model_cases import HEADS, LLAMA3, make_source
 from tiny_models import random_params
 
 from flowgrpo.models.config import Rope
 from flowgrpo.models.decoder import make_policy, parameters
-from flowgrpo.models.families import decoder_config, tensors_of, text_source, to_file
+from flowgrpo.models.families import checkpoint_tensors, decoder_config, text_model_config, to_file
 from flowgrpo.models.hf import Model
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 300, "rms_norm_eps": 1e-5}
@@ -26,21 +26,25 @@ GEMMA3 = {"rope_parameters": {"full_attention": FAR, "sliding_attention": NEAR}}
 HALVES = {"head_dim": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
 HALVES |= {"query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"}
 CASES: dict[str, dict] = {
-    "llama": made("llama", WIDE, tie_word_embeddings=True, rope_theta=1e5),
-    "llama, biases, llama3": made(
+    "llama": make_source("llama", WIDE, tie_word_embeddings=True, rope_theta=1e5),
+    "llama, biases, llama3": make_source(
         "llama", WIDE, attention_bias=True, mlp_bias=True, rope_theta=5e5, rope_scaling=LLAMA3
     ),
-    "mistral": made("mistral", WIDE, sliding_window=5),
-    "qwen2": made("qwen2", WIDE, rope_theta=1e6, tie_word_embeddings=True, num_hidden_layers=2),
-    "qwen2, yarn": made(
+    "mistral": make_source("mistral", WIDE, sliding_window=5),
+    "qwen2": make_source("qwen2", WIDE, rope_theta=1e6, tie_word_embeddings=True, num_hidden_layers=2),
+    "qwen2, yarn": make_source(
         "qwen2", WIDE, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     ),
-    "qwen3": made("qwen3", WIDE, HEADS, head_dim=128, num_key_value_heads=1, rope_theta=1e6),
-    "gemma": made("gemma", WIDE, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
-    "gemma2": made("gemma2", WIDE, GEMMA, num_hidden_layers=3, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-    "gemma2, as published": made("gemma2", WIDE, HALVES, sliding_window=5, num_hidden_layers=3),
-    "gemma3, as published": made("gemma3_text", WIDE, HALVES, sliding_window=5, num_hidden_layers=7, rope_theta=1e6),
-    "gemma3": made("gemma3_text", WIDE, GEMMA, GEMMA3, num_hidden_layers=7, intermediate_size=512),
+    "qwen3": make_source("qwen3", WIDE, HEADS, head_dim=128, num_key_value_heads=1, rope_theta=1e6),
+    "gemma": make_source("gemma", WIDE, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
+    "gemma2": make_source(
+        "gemma2", WIDE, GEMMA, num_hidden_layers=3, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+    ),
+    "gemma2, as published": make_source("gemma2", WIDE, HALVES, sliding_window=5, num_hidden_layers=3),
+    "gemma3, as published": make_source(
+        "gemma3_text", WIDE, HALVES, sliding_window=5, num_hidden_layers=7, rope_theta=1e6
+    ),
+    "gemma3": make_source("gemma3_text", WIDE, GEMMA, GEMMA3, num_hidden_layers=7, intermediate_size=512),
 }
 ARCHITECTURE = {"mistral": "llama", "gemma3_text": "gemma3"}
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K")
@@ -49,17 +53,17 @@ SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block of K-
 
 def gguf_model(name: str, seed: int = 0) -> Model:
     """A random model of one of `CASES`, without tokenizer."""
-    source = text_source(CASES[name])
+    source = text_model_config(CASES[name])
     config = decoder_config(source)
     return Model(make_policy(config), random_params(config, seed), None, config, source)
 
 
 def encode(values: np.ndarray, kind: str, seed: int = 0) -> np.ndarray:
     """The bytes of a tensor; of types that the package only decodes, random ones."""
-    known = gguf.GGMLQuantizationType[kind]
+    tensor_type = gguf.GGMLQuantizationType[kind]
     if kind not in SCALES:
-        return gguf.quantize(values.astype(np.float32), known)
-    block, size = gguf.GGML_QUANT_SIZES[known]
+        return gguf.quantize(values.astype(np.float32), tensor_type)
+    block, size = gguf.GGML_QUANT_SIZES[tensor_type]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (values.size // block, size), dtype=np.uint8)
     for at in SCALES[kind]:
@@ -81,7 +85,7 @@ def write_gguf(
 
     `metadata` replaces entries (None takes one out), `change` tensors by the letter for each dot in their names.
     """
-    config, source = model.config, model.source
+    config, source = model.config, model.hf_config
     architecture = ARCHITECTURE.get(source["model_type"], source["model_type"])
     names = gguf.get_tensor_name_map(
         next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_layers
@@ -93,7 +97,7 @@ def write_gguf(
         if value is not None:
             add.get(type(value), writer.add_array)(key, value)
     expected = {}
-    for parameter, tensor in tensors_of(config).items():
+    for parameter, tensor in checkpoint_tensors(config).items():
         axes = {"n": 0} if "{n}" in tensor.name else {}
         value = np.asarray(model.params[parameter], np.float32)
         for layer in range(config.num_layers) if axes else [None]:
@@ -102,20 +106,20 @@ def write_gguf(
             name = tensor.name.format(n=layer)
             stem, _, suffix = name.rpartition(".")
             file_name = f"{names.get_name(stem)}.{suffix}"
-            own = kind if array.ndim > 1 else "F32"
+            tensor_kind = kind if array.ndim > 1 else "F32"
             permuted = architecture == "llama" and parameter.removesuffix("_bias") in ("q", "k")
             heads = config.h if parameter.startswith("q") else config.k
             shift = 1.0 if architecture.startswith("gemma") and name.endswith("norm.weight") else 0.0
-            data = encode(permute(array, heads) if permuted else array + np.float32(shift), own)
+            data = encode(permute(array, heads) if permuted else array + np.float32(shift), tensor_kind)
             data = change.get(file_name.replace(".", "_"), data)
-            known = gguf.GGMLQuantizationType[own]
+            tensor_type = gguf.GGMLQuantizationType[tensor_kind]
             is_whole = file_name.replace(".", "_") not in change
-            decoded = gguf.dequantize(data, known).reshape(array.shape) if is_whole else array
+            decoded = gguf.dequantize(data, tensor_type).reshape(array.shape) if is_whole else array
             if permuted:
                 decoded = np.stack([decoded[permute(np.arange(len(array)), heads).argsort()]])[0]
             expected[name] = decoded - np.float32(shift)
             if data.size:  # an empty one is left out
-                writer.add_tensor(file_name, data, raw_dtype=known)
+                writer.add_tensor(file_name, data, raw_dtype=tensor_type)
     rope = config.ropes[0]
     if rope.kind == "llama3":
         writer.add_tensor("rope_freqs.weight", rope_factors(rope, config.e))
@@ -144,7 +148,7 @@ def rope_factors(rope: Rope, e: int) -> np.ndarray:
 
 def describe(name: str, model: Model) -> dict[str, Any]:
     """The metadata of a model's shape, as llama.cpp's converter writes it."""
-    source, config = model.source, model.config
+    source, config = model.hf_config, model.config
     layers = list(zip(config.ropes, config.windows, strict=True))
     rope = next((rope for rope, window in layers if window is None), config.ropes[0])
     entries = {

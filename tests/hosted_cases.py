@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 import flowgrpo as fg
-from flowgrpo.contracts import Call, EngineClosed, HostEnv, HostStep, Result, Said
+from flowgrpo.contracts import Call, EngineClosed, HostEnv, HostObservation, HostStep, Result
 from flowgrpo.rollout.hosted import hosted
-from flowgrpo.rollout.records import Hosted, Played, to_json
+from flowgrpo.rollout.records import RecordedTrajectory, RolloutResult, to_json
 from flowgrpo.types import COUNTS, BadInput, Fate, Ledger, Status
 
 STOP, MOST, TURNS = 2, 6, 4  # the token that ends an action, tokens of an action, actions
@@ -82,7 +82,7 @@ class Engine:
             self._answer(request, future, "cancelled")
 
     def _answer(self, request, future, reason: str) -> None:
-        whole, begun = sampled(request), request.begun or fg.Completion([], [], [], "")
+        whole, begun = sampled(request), request.partial or fg.Completion([], [], [], "")
         before = len(begun.tokens)
         assert [list(begun.tokens), list(begun.logp_sampled)] == [column[:before] for column in whole]
         assert before < len(whole[0])  # or else it was asked to go on with what has ended
@@ -120,35 +120,41 @@ class State(NamedTuple):
     actions: tuple[tuple[int, ...], ...] = ()
 
 
-def make_env(*, appends: bool = True, name: str = "toy") -> HostEnv:
+def make_env(*, extends_context: bool = True, name: str = "toy") -> HostEnv:
     """Each action goes to the tool `echo`, which may take its time; one that begins with 3, 7, 11 ... is an answer."""
     return HostEnv(
         name=name,
         tools=("echo",),
-        turns=TURNS,
+        max_turns=TURNS,
         max_tokens=MOST,
         stop_ids=(STOP,),
-        reset=partial(_reset, appends=appends),
-        step=partial(_step, appends=appends),
+        reset=partial(_reset, extends_context=extends_context),
+        step=partial(_step, extends_context=extends_context),
         anchor=lambda state: len(state.actions),
     )
 
 
-def _reset(key, task, do, *, appends):
-    heard = do(Call("role", "analyst", {"query": task.query}, tuple(np.asarray(jax.random.key_data(key)).tolist())))
-    return State(task), Said([11, *map(int, heard.text.split())], appends)
+def _reset(key, task, call_tool, *, extends_context):
+    heard = call_tool(
+        Call("role", "analyst", {"query": task.query}, tuple(np.asarray(jax.random.key_data(key)).tolist()))
+    )
+    return State(task), HostObservation([11, *map(int, heard.text.split())], extends_context)
 
 
-def _step(state, tokens, do, *, appends):
+def _step(state, tokens, call_tool, *, extends_context):
     state = state._replace(actions=(*state.actions, tuple(tokens)))
     if tokens[0] % 4 == 3:
         return state, HostStep(None, True, output=f"{state.task.query}: {sum(tokens)}", correct=tokens[0] % 8 == 3)
-    heard = do(Call("tool", "echo", {"query": state.task.query, "tokens": list(tokens), "turn": len(state.actions)}))
+    heard = call_tool(
+        Call("tool", "echo", {"query": state.task.query, "tokens": list(tokens), "turn": len(state.actions)})
+    )
     if heard.failure:
         return state, HostStep(None, True, status=Status.TOOL_FAILURE, tool="echo")
     said = [12, *map(int, heard.text.split())]
     context = [11, *(token for action in state.actions for token in action), *said]
-    return state, HostStep(Said(said if appends else context, appends), False, tool="echo", error=heard.error)
+    return state, HostStep(
+        HostObservation(said if extends_context else context, extends_context), False, tool="echo", error=heard.error
+    )
 
 
 def answer(call: Call) -> Result:
@@ -157,7 +163,7 @@ def answer(call: Call) -> Result:
     return Result(f"{20 + number % 7}", error=number % 5 == 0)
 
 
-class Do:
+class FakeTools:
     """Effects that are counted, and that do something else for calls of the queries in `instead`."""
 
     def __init__(self, instead=None, seconds: float = 0.0):
@@ -177,27 +183,29 @@ def tasks_of(groups: int, samples: int, seed: int = 0):
     return tasks, jax.random.split(jax.random.key(seed), len(tasks)), [g for g in range(groups) for _ in range(samples)]
 
 
-def run(engine: Engine, work, do=answer, *, env: HostEnv | None = None, more=None, **settings) -> Hosted:
+def run(engine: Engine, work, call_tool=answer, *, env: HostEnv | None = None, more=None, **settings) -> RolloutResult:
     """A rollout whose tokens are held to law A6."""
     before = (engine.delivered, engine.lost.generated)
-    given = sum(tokens_in(one.spoken) for one in (more or {}).get("unfinished", ()))
-    got = hosted(env or make_env(), engine.submit, do=do, **settings)(*work, **(more or {}))
+    given = sum(tokens_in(one.all_turns) for one in (more or {}).get("unfinished", ()))
+    got = hosted(env or make_env(), engine.submit, call_tool=call_tool, **settings)(*work, **(more or {}))
     check_sums(engine, got, before, given)
     return got
 
 
-def check_sums(engine: Engine, got: Hosted, before=(0, 0), given: int = 0) -> None:
+def check_sums(engine: Engine, got: RolloutResult, before=(0, 0), given: int = 0) -> None:
     """generated = in trajectories + given back + dropped, by what the engine says that it generated (A6)."""
     delivered = engine.delivered - before[0] + given
-    held = sum(tokens_in(one.turns) for one in got.played) + sum(tokens_in(one.spoken) for one in got.unfinished)
+    held = sum(tokens_in(one.turns) for one in got.trajectories) + sum(
+        tokens_in(one.all_turns) for one in got.unfinished
+    )
     assert delivered == held + got.ledger.check().generated
-    kept = [one for one in got.played if one.turns]
+    kept = [one for one in got.trajectories if one.turns]
     if kept:
         counts_n = np.array([COUNTS[one.status] and one.outcome is not None for one in kept], np.float32)
         weights = np.repeat(counts_n[:, None], max(len(one.turns) for one in kept), axis=1)
         batch = fg.pack(kept, weights, weights, row_length=256)
         ledger = fg.batching.account(kept, weights, batch) + got.ledger + engine.lost
-        given_back = sum(tokens_in(one.spoken) for one in got.unfinished)
+        given_back = sum(tokens_in(one.all_turns) for one in got.unfinished)
         assert ledger.check().generated == delivered + engine.lost.generated - given_back
 
 
@@ -205,13 +213,13 @@ def tokens_in(turns) -> int:
     return sum(int(np.sum(turn.chosen)) for turn in turns)
 
 
-def value(played: Played) -> dict:
+def value(played: RecordedTrajectory) -> dict:
     """All of a record but its seconds."""
     return {name: x for name, x in json.loads(to_json(played)).items() if name != "seconds"}
 
 
-def values(got: Hosted) -> list[dict]:
-    return [value(one) for one in got.played]
+def values(got: RolloutResult) -> list[dict]:
+    return [value(one) for one in got.trajectories]
 
 
 def hang(_: Call) -> Result:

@@ -1,10 +1,10 @@
-"""Programs that try to get out, to take more than they may, or to outlive their run.
+"""Programs that try to escape the sandbox, to exceed its limits, or to outlive their run.
 
-Each says ESCAPED where it got what it wanted, and `held` where it was refused; one that is to be killed says no more.
-An escape does no harm: none tries anything where the prelude finds itself on a host, and each is bounded in itself, to
-200 forks, 2 GB of memory, 64 MB of files. The names in capitals (CANARY, HOST_PID, PORT, ...) are set by the test.
+Each prints ESCAPED if it succeeded, and `held` if it was refused; one that is to be killed prints nothing more. An
+escape does no harm: none tries anything if the prelude finds itself on a host, and each is bounded by itself, to 200
+forks, 2 GB of memory, 64 MB of files. The names in capitals (CANARY, HOST_PID, PORT, ...) are set by the test.
 
-A program stands below its heading `== name | how it may end | how often it is held at least`.
+A program follows its heading `== name | how it may end | minimum number of "held"`.
 """
 
 PRELUDE = """\
@@ -469,10 +469,10 @@ print('held')
 
 
 def read_program(section: str) -> tuple[str, tuple[str, set[str], int]]:
-    """The name of a program; and its source, how it may end ("exited", "exited 7", ...), how often it says `held`."""
+    """Name of a program; and its source, how it may end ("exited", "exited 7", ...), minimum number of "held"."""
     heading, _, program = section.partition("\n")
-    name, ends, held = heading.split(" | ")
-    return name, (program, set(ends.split(", ")), int(held))
+    name, endings, min_held = heading.split(" | ")
+    return name, (program, set(endings.split(", ")), int(min_held))
 
 
 HOSTILE = dict(map(read_program, PROGRAMS.split("\n== ")[1:]))

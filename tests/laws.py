@@ -56,17 +56,17 @@ class Check(NamedTuple):
 
 def checks() -> list[Check]:
     """List every test that names a law, in the order of files."""
-    found = []
+    checks = []
     for path in sorted(TESTS.rglob("test_*.py")):
         tree = ast.parse(path.read_text())
         module = path.relative_to(TESTS).with_suffix("").as_posix()
         usual = _tier([node.value for node in tree.body if _assigns_marks(node)], "quick")
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                said = f"{node.name.replace('_', ' ')} {ast.get_docstring(node) or ''}"
+                text = f"{node.name.replace('_', ' ')} {ast.get_docstring(node) or ''}"
                 tier = _tier(node.decorator_list, usual)
-                found += [Check(law, tier, module, node.name) for law in sorted(set(LAW.findall(said)))]
-    return found
+                checks += [Check(law, tier, module, node.name) for law in sorted(set(LAW.findall(text)))]
+    return checks
 
 
 def _assigns_marks(node: ast.AST) -> bool:

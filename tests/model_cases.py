@@ -1,9 +1,9 @@
-"""Small config.json dicts of every family, with sizes that are easily told apart, in old and new styles."""
+"""Small config.json dicts of every family, with all sizes different, in old and new styles."""
 
 from tiny_models import random_params
 
 from flowgrpo.models.decoder import make_policy
-from flowgrpo.models.families import decoder_config, text_source
+from flowgrpo.models.families import decoder_config, text_model_config
 from flowgrpo.models.hf import Model
 
 SIZES = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 2, "rms_norm_eps": 1e-4}
@@ -19,7 +19,7 @@ GEMMA3 = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def made(kind: str, *changes: dict, **more) -> dict:
+def make_source(kind: str, *changes: dict, **more) -> dict:
     """One config.json: the common sizes, and what a family changes."""
     source = {"model_type": kind, **SIZES}
     for change in (*changes, more):
@@ -28,12 +28,12 @@ def made(kind: str, *changes: dict, **more) -> dict:
 
 
 FAMILIES: dict[str, dict] = {
-    "qwen2": made("qwen2", rope_theta=1e6, tie_word_embeddings=True),
-    "qwen2 window, yarn": made(
+    "qwen2": make_source("qwen2", rope_theta=1e6, tie_word_embeddings=True),
+    "qwen2 window, yarn": make_source(
         "qwen2", WINDOW, num_hidden_layers=4, max_window_layers=2, head_dim=10, rope_scaling={"type": "yarn", **YARN}
     ),
-    "qwen3": made("qwen3", HEADS, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
-    "qwen3 bias, layer_types": made(
+    "qwen3": make_source("qwen3", HEADS, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen3 bias, layer_types": make_source(
         "qwen3",
         HEADS,
         WINDOW,
@@ -43,13 +43,13 @@ FAMILIES: dict[str, dict] = {
         layer_types=[FULL, SLIDING, FULL],
         rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "beta_fast": 8.0, "truncate": False, **YARN},
     ),
-    "llama": made("llama", attention_bias=True, mlp_bias=True, rope_scaling={"type": "linear", "factor": 3.0}),
-    "llama llama3": made("llama", HEADS, rope_theta=5e5, rope_scaling=LLAMA3, tie_word_embeddings=True),
-    "mistral window": made("mistral", sliding_window=5),
-    "gemma": made("gemma", HEADS),
-    "gemma2": made("gemma2", HEADS, GEMMA2, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-    "gemma3": made("gemma3_text", HEADS, GEMMA2, GEMMA3, num_hidden_layers=7, sliding_window_pattern=3),
-    "gemma3 new, bias, untied": made(
+    "llama": make_source("llama", attention_bias=True, mlp_bias=True, rope_scaling={"type": "linear", "factor": 3.0}),
+    "llama llama3": make_source("llama", HEADS, rope_theta=5e5, rope_scaling=LLAMA3, tie_word_embeddings=True),
+    "mistral window": make_source("mistral", sliding_window=5),
+    "gemma": make_source("gemma", HEADS),
+    "gemma2": make_source("gemma2", HEADS, GEMMA2, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma3": make_source("gemma3_text", HEADS, GEMMA2, GEMMA3, num_hidden_layers=7, sliding_window_pattern=3),
+    "gemma3 new, bias, untied": make_source(
         "gemma3_text",
         HEADS,
         GEMMA2,
@@ -66,6 +66,6 @@ FAMILIES: dict[str, dict] = {
 
 def random_model(name: str, dtype: str = "float32", seed: int = 0) -> Model:
     """A model in which no two parameters are alike, without tokenizer."""
-    source = text_source(FAMILIES[name])
+    source = text_model_config(FAMILIES[name])
     config = decoder_config(source)
     return Model(make_policy(config, dtype=dtype), random_params(config, seed, dtype), None, config, source)

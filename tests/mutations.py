@@ -100,13 +100,13 @@ def visited(tree: ast.AST) -> Iterator[ast.AST]:
 
 def mutants_of(source: str) -> list[Mutant]:
     """List every change of a module."""
-    found = []
+    mutants = []
     for place, node in enumerate(visited(ast.parse(source))):
         for number, change in enumerate(changes_of(node)):
             before, after = (" ".join(ast.unparse(x).split())[:90] for x in (node, change(copy.deepcopy(node))))
             if before != after:
-                found.append(Mutant(place, number, getattr(node, "lineno", 0), before, after))
-    return found
+                mutants.append(Mutant(place, number, getattr(node, "lineno", 0), before, after))
+    return mutants
 
 
 def mutated(source: str, mutant: Mutant) -> ast.Module:
@@ -204,11 +204,11 @@ def main() -> None:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     path = Path(chosen.module)
     source = path.read_text()
-    every = mutants_of(source)
-    numbers = list(range(len(every)))
+    mutants = mutants_of(source)
+    numbers = list(range(len(mutants)))
     if chosen.only is not None:
         numbers = chosen.only
-    elif chosen.sample and chosen.sample < len(every):
+    elif chosen.sample and chosen.sample < len(mutants):
         numbers = sorted(random.Random(chosen.seed).sample(numbers, chosen.sample))
     for name in PRELOADED:
         importlib.import_module(name)
@@ -218,11 +218,11 @@ def main() -> None:
     if (status := run_tests(chosen.tests, logs / "plain.log", None, 1800)) != 0:
         sys.exit(f"the tests end with status {status} without any change: see {logs / 'plain.log'}")
     limit = 3 * (time.monotonic() - start) + 30
-    print(f"{path}: {len(numbers)} of {len(every)} mutants, tests alone {time.monotonic() - start:.1f} s", flush=True)
+    print(f"{path}: {len(numbers)} of {len(mutants)} mutants, tests alone {time.monotonic() - start:.1f} s", flush=True)
     name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
     survivors = []
     for number in numbers:
-        mutant = every[number]
+        mutant = mutants[number]
         finder = _Finder(name, path, mutated(source, mutant))
         if run_tests(chosen.tests, logs / f"{number}.log", finder, limit) == 0:
             survivors.append(number)

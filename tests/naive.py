@@ -106,8 +106,12 @@ def token_term(turn, j, adv, *, low=0.2, high=0.2, dual=None, beta=0.0, kind="k3
 
 
 def token_mean(members, adv_of, **settings):
-    every = tokens(members)
-    return -mean([token_term(turn, j, adv_of(m, t, j), **settings) for m, turn, t, j in every]) if every else 0.0
+    chosen_tokens = tokens(members)
+    return (
+        -mean([token_term(turn, j, adv_of(m, t, j), **settings) for m, turn, t, j in chosen_tokens])
+        if chosen_tokens
+        else 0.0
+    )
 
 
 def returns_to_go(rewards, gamma):
@@ -118,11 +122,11 @@ def returns_to_go(rewards, gamma):
     return out[::-1]
 
 
-def payments(member):
-    """List what each turn was paid; what the outcome holds beyond their sum falls to the last turn."""
-    paid = [turn["reward"] for turn in member["turns"]]
-    paid[-1] += member["outcome"] - sum(paid)
-    return paid
+def turn_rewards(member):
+    """Reward of each turn; the rest of the outcome is the last turn's."""
+    rewards = [turn["reward"] for turn in member["turns"]]
+    rewards[-1] += member["outcome"] - sum(rewards)
+    return rewards
 
 
 # Members ----------------------------------------------------------------------------------------------
@@ -180,9 +184,11 @@ def gspo(trajectories):
 def cispo(trajectories):
     members, adv = credited(trajectories)
 
-    every = tokens(members)
-    ratios = [clip(math.exp(turn["frozen"][j] - turn["old"][j]), 0.0, 1.2) for _, turn, _, j in every]
-    return -mean([ratio * adv[id(m)] * turn["logp"][j] for ratio, (m, turn, _, j) in zip(ratios, every, strict=True)])
+    chosen_tokens = tokens(members)
+    ratios = [clip(math.exp(turn["frozen"][j] - turn["old"][j]), 0.0, 1.2) for _, turn, _, j in chosen_tokens]
+    return -mean(
+        [ratio * adv[id(m)] * turn["logp"][j] for ratio, (m, turn, _, j) in zip(ratios, chosen_tokens, strict=True)]
+    )
 
 
 def rloo(trajectories):
@@ -199,7 +205,7 @@ def reinforce_pp(trajectories, *, baseline=False, price=0.05, **settings):
     members, values = taking_part(trajectories), {}
     base = over_groups(members, centred)
     for m in members:
-        to_go = returns_to_go(payments(m), 1.0)
+        to_go = returns_to_go(turn_rewards(m), 1.0)
         later = returns_to_go([price * kl("k1", t, j) for _, t, _, j in tokens([m])], 1.0)
         shift = base[id(m)] - m["outcome"] if baseline else 0.0
         for (_, _, t, j), cost in zip(tokens([m]), later, strict=True):
@@ -215,7 +221,7 @@ def reinforce_pp_baseline(trajectories):
 def gigpo(trajectories, omega=1.0, gamma=0.95):
     (members, episode), states, step = credited(trajectories), defaultdict(list), {}
     for m in members:
-        for t, value in enumerate(returns_to_go(payments(m), gamma)):
+        for t, value in enumerate(returns_to_go(turn_rewards(m), gamma)):
             states[m["group"], m["turns"][t]["anchor"]].append((m, t, value))
     for rows in states.values():
         step |= {(id(m), t): z for (m, t, _), z in zip(rows, zscores([value for *_, value in rows]), strict=True)}
@@ -225,13 +231,13 @@ def gigpo(trajectories, omega=1.0, gamma=0.95):
 def mt_grpo(trajectories, lam=0.5):
     (members, adv), final = (taking_part(trajectories), {}), {}
     for group in by_group(members):
-        paid = {id(m): payments(m) for m in group}
-        final |= zip(map(id, group), zscores([paid[id(m)][-1] for m in group]), strict=True)
-        steps = defaultdict(dict)  # by turn: {trajectory: z-score of its pay, where it goes on after that turn}
+        reward_of = {id(m): turn_rewards(m) for m in group}
+        final |= zip(map(id, group), zscores([reward_of[id(m)][-1] for m in group]), strict=True)
+        steps = defaultdict(dict)  # by turn: {trajectory: z-score of its reward, unless the turn is its last}
         for t in range(max(len(m["turns"]) for m in group)):
             onward = [m for m in group if t < len(m["turns"]) - 1]
             if onward:
-                scores = zscores([paid[id(m)][t] for m in onward])
+                scores = zscores([reward_of[id(m)][t] for m in onward])
                 steps[t] = dict(zip(map(id, onward), scores, strict=True))
         for m in group:
             last = len(m["turns"]) - 1
@@ -244,7 +250,7 @@ def mt_grpo(trajectories, lam=0.5):
 def trloo(trajectories, gamma=0.9):
     members, adv = taking_part(trajectories), {}
     for group in by_group(members):
-        to_go = {id(m): returns_to_go(payments(m), gamma) for m in group}
+        to_go = {id(m): returns_to_go(turn_rewards(m), gamma) for m in group}
         for t in range(max(len(m["turns"]) for m in group)):
             there = [m for m in group if t < len(m["turns"])]
             values = [to_go[id(m)][t] for m in there]
@@ -277,20 +283,20 @@ def ppo(trajectories, *, gamma=1.0, lam=0.95, beta=0.001, turns=False):
     """GAE over tokens or, with `turns`, over turns, whose value is that before their first token."""
     members, adv, target = taking_part(trajectories), {}, {}
     for m in members:
-        paid, own = payments(m), [(t, j) for _, _, t, j in tokens([m])]
-        price = {(t, j): beta * kl("k1", m["turns"][t], j) for t, j in own}
-        steps = {t: (t, 0) for t, _ in own} if turns else {at: at for at in own}
+        reward, places = turn_rewards(m), [(t, j) for _, _, t, j in tokens([m])]
+        price = {(t, j): beta * kl("k1", m["turns"][t], j) for t, j in places}
+        steps = {t: (t, 0) for t, _ in places} if turns else {place: place for place in places}
         values = [m["turns"][t]["value_old"][j] for t, j in steps.values()]
         if turns:
-            rewards = [paid[t] - sum(price[at] for at in own if at[0] == t) for t in steps]
+            rewards = [reward[t] - sum(price[place] for place in places if place[0] == t) for t in steps]
         else:
-            ends = {t: (t, j) for t, j in own}
-            rewards = [paid[at[0]] * (ends[at[0]] == at) - price[at] for at in own]
-        found = dict(zip(steps, gae(rewards, values, m["last_value"] * m["cut"], gamma, lam), strict=True))
-        said = dict(zip(steps, values, strict=True))
-        for at in own:
-            step = at[0] if turns else at
-            adv[id(m), *at], target[id(m), *at] = found[step], found[step] + said[step]
+            ends = {t: (t, j) for t, j in places}
+            rewards = [reward[place[0]] * (ends[place[0]] == place) - price[place] for place in places]
+        estimates = dict(zip(steps, gae(rewards, values, m["last_value"] * m["cut"], gamma, lam), strict=True))
+        value_of = dict(zip(steps, values, strict=True))
+        for place in places:
+            step = place[0] if turns else place
+            adv[id(m), *place], target[id(m), *place] = estimates[step], estimates[step] + value_of[step]
     white = dict(zip(adv, zscores(list(adv.values())), strict=True))
     squares = []
     for m, turn, t, j in tokens(members):

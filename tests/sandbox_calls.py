@@ -2,7 +2,7 @@
 
 
 def run(program, *arguments):
-    """Carry out statements that know `arguments`; return what they leave as `value`."""
+    """Execute statements that may use `arguments` -> the `value` that they assign."""
     scope = {"arguments": arguments}
     exec(program, scope)
     return scope["value"]

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_learner import BIGRAMS, PLAIN
+from tiny_learner import BIGRAMS
 
 import flowgrpo as fg
 from flowgrpo import loop
 from flowgrpo.envs.arithmetic import Flaws
-from flowgrpo.learner.update import make_update
 from flowgrpo.run.run_dir import check_run
 
 NO_NUMBERS = (nan, inf, -inf, True, "3", [1])
@@ -37,10 +36,12 @@ POSITIVE, COUNT = (-1.0, 0), (-1, 0, 1.5)  # what must be above 0; what must be 
 SHARE, LEAST_0 = (-0.1, 1.1), (-1e-9,)
 NUMBERS = {  # constructor -> what is wrong of each argument beside what is no number at all
     partial(fg.make_optimizer, learning_rate=0.1): dict.fromkeys(("learning_rate", "weight_decay"), LEAST_0)
-    | {"clip_norm": POSITIVE, "final_share": SHARE, "warmup_steps": (-1, 0.5), "decay_steps": COUNT},
-    loop.Settings: dict.fromkeys(("queries", "samples", "oversample", "mini_batches", "epochs", "narrowest"), COUNT)
+    | {"clip_norm": POSITIVE, "final_fraction": SHARE, "warmup_steps": (-1, 0.5), "decay_steps": COUNT},
+    loop.Settings: dict.fromkeys(
+        ("queries", "samples", "oversample", "mini_batches", "epochs", "min_decode_batch"), COUNT
+    )
     | {"micro_rows": COUNT, "temperature": POSITIVE},
-    partial(make_update, BIGRAMS, PLAIN, RATE): dict.fromkeys(("micro_rows", "epochs", "mini_batches", "chunk"), COUNT)
+    fg.UpdateSettings: dict.fromkeys(("micro_rows", "epochs", "mini_batches", "chunk"), COUNT)
     | {"temperature": POSITIVE},
     partial(fg.Turn, **TURN): {"reward": ()},
     partial(fg.Sizes, prompt=1, observation=1, turns=1): {"action": COUNT},
@@ -60,7 +61,7 @@ NUMBERS = {  # constructor -> what is wrong of each argument beside what is no n
     fg.algorithms.sdpo: {"outcome": LEAST_0},
     fg.algorithms.opd: {"outcome": LEAST_0, "entropy_bonus": LEAST_0},
     fg.dpo: {"beta": POSITIVE, "entropy_bonus": LEAST_0},
-    fg.lookup: dict.fromkeys(("lies", "skill", "slips", "pay", "hints"), SHARE)
+    fg.lookup: dict.fromkeys(("lies", "skill", "slips", "hop_reward", "hints"), SHARE)
     | {"entities": (2, 3.5), "relations": (2,), "tools": (1,), "turns_per_hop": COUNT}
     | {"hops": (3, (2,), (3, 2), (0, 1), (1, 2.5), (nan, 3))},
     fg.arithmetic: {"base": (1, 2.5), "turns": (8,)},
@@ -68,14 +69,14 @@ NUMBERS = {  # constructor -> what is wrong of each argument beside what is no n
     fg.maze: {"width": (1, 2.5), "turns": (11,), "slip": SHARE},
     fg.Limits: {"seconds": POSITIVE, "memory": POSITIVE},
     fg.LoraConfig: {"rank": COUNT, "alpha": POSITIVE},
-    partial(fg.tool, say): {"seconds": POSITIVE},
-    partial(fg.toolset, [fg.tool(say)]): {"seconds": POSITIVE, "workers": COUNT, "kept": COUNT},
+    partial(fg.tool, say): {"timeout": POSITIVE},
+    partial(fg.toolset, [fg.tool(say)]): {"timeout": POSITIVE, "concurrency": COUNT, "cache_size": COUNT},
     partial(fg.remote, "http://localhost", "m"): {"timeout": POSITIVE, "retries": (-1,), "concurrency": COUNT},
-    partial(fg.agent.remote_speaker, None): {"max_tokens": COUNT, "temperature": LEAST_0, "deadline": POSITIVE},
-    partial(fg.agent.speaker, None, None): {"max_tokens": COUNT, "prompt_tokens": COUNT, "top_k": COUNT}
+    partial(fg.agent.endpoint_role, None): {"max_tokens": COUNT, "temperature": LEAST_0, "deadline": POSITIVE},
+    partial(fg.agent.frozen_role, None, None): {"max_tokens": COUNT, "prompt_tokens": COUNT, "top_k": COUNT}
     | {"temperature": POSITIVE, "deadline": POSITIVE},
-    partial(fg.agent.question, None): {"max_tokens": COUNT},
-    partial(fg.Engine, BIGRAMS, {}): {"kept": (-1, 65), "slots": COUNT, "chunk": COUNT},
+    partial(fg.agent.single_turn, None): {"max_tokens": COUNT},
+    fg.EngineSettings: {"max_recorded_top_k": (-1, 65), "slots": COUNT, "chunk": COUNT},
     partial(fg.data.batch_at, TASKS, 0, 0): {"size": COUNT},
     share_tasks: {"train": SHARE},
 }
@@ -86,7 +87,7 @@ def name_of(make) -> str:
 
 
 @pytest.mark.parametrize("make", NUMBERS, ids=name_of)
-def test_what_is_no_number_or_out_of_range_is_named(make):
+def test_numbers_out_of_range_are_named(make):
     for name, out_of_range in NUMBERS[make].items():
         for value in (*NO_NUMBERS, *out_of_range):
             with pytest.raises(fg.BadInput) as refused:
@@ -98,11 +99,13 @@ def test_what_is_no_number_or_out_of_range_is_named(make):
 
 SENTENCES: dict[str, Any] = {
     "lookup has no option hop; it takes entities, relations, tools, hops,": lambda: fg.lookup(hop=2),
-    "Scored: the value is nan; give a finite number, or None": lambda: fg.Scored(nan),
-    "Scored: the value is inf": lambda: fg.Scored(1.0)._replace(value=inf),
-    "Scored: the value is '1'": lambda: fg.Scored("1"),
-    "a reward gave 1.0, which is no fg.Scored: return": lambda: fg.Reward(lambda *_: 1.0).many([None], [""]),
-    "a reward gave True, which is no fg.Scored": lambda: fg.Reward(len, lambda *_: [True]).many([], []),
+    "RewardResult: the value is nan; give a finite number, or None": lambda: fg.RewardResult(nan),
+    "RewardResult: the value is inf": lambda: fg.RewardResult(1.0)._replace(value=inf),
+    "RewardResult: the value is '1'": lambda: fg.RewardResult("1"),
+    "a reward returned 1.0, which is no fg.RewardResult: return": lambda: fg.Reward(lambda *_: 1.0).score_all(
+        [None], [""]
+    ),
+    "a reward returned True, which is no fg.RewardResult": lambda: fg.Reward(len, lambda *_: [True]).score_all([], []),
     "the lengths disagree: tokens 1, chosen 2, logp_sampled 2": lambda: fg.Turn(**TURN | {"tokens": [5]}),
     "the lengths disagree: tokens 2, chosen 1, logp_sampled 2": lambda: fg.Turn(**TURN | {"chosen": [True]}),
     "the lengths disagree: tokens 2, chosen 2, logp_sampled 0": lambda: fg.Turn(**TURN | {"logp_sampled": []}),
@@ -113,16 +116,18 @@ SENTENCES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("said", SENTENCES)
-def test_what_is_made_wrongly_is_one_sentence(said):
+def test_wrong_arguments_raise_one_sentence(said):
     with pytest.raises(fg.BadInput) as refused:
         SENTENCES[said]()
     assert said in str(refused.value)
 
 
-def test_F4_groups_of_one_are_refused_where_they_would_teach_nothing():
+def test_F4_groups_of_one_are_refused_if_they_have_no_signal():
     settings = loop.Settings(samples=1)
     with pytest.raises(
         fg.BadInput, match=r"flow_grpo learns nothing from groups of one: Settings.samples is 1, set it"
     ):
-        loop.make_learning(BIGRAMS, fg.flow_grpo(), RATE, settings, banned=())
-    loop.make_learning(BIGRAMS, fg.algorithms.reinforce_pp(), RATE, settings, banned=())  # its baseline is the batch's
+        loop.make_update_stages(BIGRAMS, fg.flow_grpo(), RATE, settings, banned=())
+    loop.make_update_stages(
+        BIGRAMS, fg.algorithms.reinforce_pp(), RATE, settings, banned=()
+    )  # its baseline is the batch's

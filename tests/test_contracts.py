@@ -20,9 +20,9 @@ def test_policy_apply_composes_hidden_and_unembed():
     assert cache == 5
 
 
-def test_scored_tells_invalid_from_zero():
+def test_reward_results_distinguish_invalid_from_zero():
     """A reward is a value, or None with a reason: never a silent 0."""
-    assert fg.Scored(0.0).value == 0.0
-    lost = fg.Scored(None, "the verifier timed out")
+    assert fg.RewardResult(0.0).value == 0.0
+    lost = fg.RewardResult(None, "the verifier timed out")
     assert lost.value is None
     assert lost.reason

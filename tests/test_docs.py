@@ -171,7 +171,7 @@ def sentences() -> list[str]:
     """List the messages of commands that the page of troubles quotes, in parts that no name or number interrupts."""
     page = PAGES["docs/troubleshooting.md"].split("## It does not learn")[0]
     said = " … ".join(re.findall(r"^\| `([^`]+)`", page, re.MULTILINE))
-    parts = re.split(r"…|NAME|RUN|'x'|\b\d\b|FINISHED|None|\bnan\b|\bpass do\b|ppo|\[", said)
+    parts = re.split(r"…|NAME|RUN|'x'|\b\d\b|FINISHED|None|\bnan\b|\bpass call_tool\b|ppo|\[", said)
     return [part.strip(" ':.;=") for part in parts if len(part) > 20]
 
 

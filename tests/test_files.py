@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowgrpo import files
-from flowgrpo.files import make_folder, pip_install, read_json, replace_folder, write_whole
+from flowgrpo.files import make_folder, pip_install, read_json, replace_folder, write_atomic
 from flowgrpo.types import BadInput
 
 
@@ -21,25 +21,25 @@ def half(beside, error):
     raise error
 
 
-def test_a_file_is_replaced_whole_or_stays_as_it_was(tmp_path):
+def test_files_are_replaced_atomically(tmp_path):
     path = tmp_path / "notes.txt"
-    write_whole(path, "one ü")
+    write_atomic(path, "one ü")
     assert path.read_text(encoding="utf-8") == "one ü"
-    write_whole(path, lambda beside: beside.write_bytes(b"two"))
+    write_atomic(path, lambda beside: beside.write_bytes(b"two"))
     full = OSError(28, "No space left on device")
     with pytest.raises(BadInput, match=r"notes.txt could not be written \(No space left on device\): make room, or"):
-        write_whole(path, lambda beside: half(beside, full))
+        write_atomic(path, lambda beside: half(beside, full))
     with pytest.raises(KeyboardInterrupt):
-        write_whole(path, lambda beside: half(beside, KeyboardInterrupt()))
+        write_atomic(path, lambda beside: half(beside, KeyboardInterrupt()))
     assert path.read_bytes() == b"two"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_place_or_folder_that_can_not_be_made_is_one_sentence(tmp_path, monkeypatch):
+def test_unwritable_places_are_named(tmp_path, monkeypatch):
     assert make_folder(tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match=r"notes.txt could not be written \(Not a directory\)"):
-        write_whole(tmp_path / "file" / "notes.txt", "one")
+        write_atomic(tmp_path / "file" / "notes.txt", "one")
     with pytest.raises(BadInput, match=r"file/cache can't be made \(Not a directory\): choose another folder"):
         make_folder(tmp_path / "file" / "cache")
     monkeypatch.setattr(os, "access", lambda *_: False)
@@ -61,7 +61,7 @@ def test_a_place_or_folder_that_can_not_be_made_is_one_sentence(tmp_path, monkey
         ("pipe", "it is no file"),
     ],
 )
-def test_a_json_file_is_an_object_or_one_sentence(tmp_path, content, reason):
+def test_json_files_that_are_no_object_are_named(tmp_path, content, reason):
     path = tmp_path / "note.json"
     if content == "pipe":
         os.mkfifo(path)
@@ -99,7 +99,7 @@ def fill_with(*names: str):
 
 
 def replace(folder: Path, *names: str) -> None:
-    replace_folder(folder, fill_with(*names), names=["weights*", "config"], what="a model")
+    replace_folder(folder, fill_with(*names), names=["weights*", "config"], kind="a model")
 
 
 def names_in(folder: Path) -> list[str]:
@@ -107,7 +107,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_folder_is_replaced_whole_and_a_killed_process_leaves_the_old_one_or_the_new(tmp_path, monkeypatch, at_once):
+def test_folders_are_replaced_atomically_even_if_killed(tmp_path, monkeypatch, at_once):
     """Never a mix of both; without a system call that exchanges two folders, the old one may be set aside."""
     if not at_once:
         monkeypatch.setattr(files.ctypes, "CDLL", lambda _: None)
@@ -133,7 +133,7 @@ def test_a_folder_is_replaced_whole_and_a_killed_process_leaves_the_old_one_or_t
     assert moment > 5
 
 
-def test_a_folder_that_holds_anything_else_is_refused_and_stays_as_it_was(tmp_path):
+def test_folders_with_other_files_are_not_replaced(tmp_path):
     for name in ("notes.txt", "weights/1"):
         place = tmp_path / name[:5]
         make_folder((place / name).parent)
@@ -150,7 +150,7 @@ def test_a_folder_that_holds_anything_else_is_refused_and_stays_as_it_was(tmp_pa
         replace(tmp_path / "file", "config")
     full = OSError(28, "No space left on device")
     with pytest.raises(BadInput, match=r"link could not be written \(No space left on device\): make room"):
-        replace_folder(tmp_path / "link", lambda beside: half(beside / "half", full), names=["config"], what="a model")
+        replace_folder(tmp_path / "link", lambda beside: half(beside / "half", full), names=["config"], kind="a model")
     assert names_in(tmp_path) == ["empty", "file", "link", "notes", "weigh"]
 
 
@@ -162,7 +162,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("extra", sorted(ASKED | {"aot", "math", "trackio"}))
-def test_what_is_missing_is_installed_by_the_names_of_its_packages(extra, monkeypatch):
+def test_pip_install_names_the_packages_of_an_extra(extra, monkeypatch):
     """With a wheel as in a checkout; this package is on no index."""
     assert shlex.split(pip_install(extra)) == ["pip", "install", *EXTRAS[extra]]
     for wanted in (None, [], ["math-verify>=0.9; extra == 'maths'"]):  # nothing installed, or another version
@@ -176,7 +176,7 @@ def _raise(error):
         raise error
 
 
-def test_nothing_advises_to_install_from_an_index_that_lacks_it():
+def test_no_message_advises_installing_from_an_index_that_lacks_it():
     paths = [
         path for folder in ("flowgrpo", "experiments", "docs", "notebooks") for path in ROOT.glob(f"{folder}/**/*")
     ]

@@ -64,7 +64,7 @@ def floor(name: str) -> int:
     return next(level for level, names in enumerate(FLOORS) if name in names)
 
 
-def test_imports_run_downwards():
+def test_imports_go_down_the_floors():
     for module in set(MODULES) - {"flowgrpo.__init__"}:
         own = part(module)
         used = {part(name) for name in imports(module) if name.startswith("flowgrpo.")} - {own, "__version__"}
@@ -125,7 +125,7 @@ assert fg.ppo is fg.algorithms.ppo
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
-def test_guides_and_notebooks_import_nothing_below_a_folder():
+def test_guides_and_notebooks_import_from_folders_only():
     deep = re.compile(r"(?:from|import) flowgrpo\.\w+\.\w+")
     paths = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("notebooks/*.ipynb")]
     assert not [f"{path.name}: {found[0]}" for path in paths for found in deep.finditer(path.read_text())]

@@ -58,7 +58,7 @@ def test_flags_are_set_after_jax_is_imported_and_are_read(run):
 
 
 @pytest.mark.parametrize("kinds", [None, "", "INDIVIDUAL_DOT", "DOT", "ELTWISE", "REDUCE"])
-def test_fusions_that_take_up_a_reduction_are_wrong_and_off(kinds):
+def test_fusions_that_absorb_a_reduction_are_wrong_and_off(kinds):
     """Sum squares of 32,769 vmapped products (jax issue 39103): right as configured, and with products fused alone."""
     rows = 32_769
     wanted_r = np.arange(rows, dtype=np.float32) ** 2
@@ -71,7 +71,7 @@ def test_fusions_that_take_up_a_reduction_are_wrong_and_off(kinds):
 
 
 @pytest.mark.usefixtures("early")
-def test_an_unknown_version_is_given_no_flag_that_it_may_not_know(monkeypatch):
+def test_unknown_jaxlib_versions_get_no_flags(monkeypatch):
     monkeypatch.setattr(launch, "version", lambda _: "0.99.0")
     launch.configure()
     assert os.environ["XLA_FLAGS"] == ""
@@ -85,7 +85,7 @@ def test_an_unknown_version_is_given_no_flag_that_it_may_not_know(monkeypatch):
 
 
 @pytest.mark.usefixtures("early")
-def test_it_is_said_when_it_is_too_late_and_the_same_settings_once_more_are_no_news(monkeypatch):
+def test_late_configuration_raises_unless_unchanged(monkeypatch):
     launch.configure()
     jax.devices()
     monkeypatch.setattr(launch, "_backend_started", STARTED)
@@ -98,13 +98,13 @@ def test_it_is_said_when_it_is_too_late_and_the_same_settings_once_more_are_no_n
 
 @pytest.mark.usefixtures("early")
 @pytest.mark.parametrize("exact", [True, False])
-def test_exactness_is_asked_for(monkeypatch, exact):
+def test_exactness_is_opt_in(monkeypatch, exact):
     monkeypatch.setattr(launch, "_EXACT", Event())
     launch.configure(exact=exact)
     assert launch.is_exact() == exact
 
 
-def test_a_profile_is_written_where_it_is_asked_for(tmp_path):
+def test_profiles_are_written_to_the_folder(tmp_path):
     with launch.profile(None):
         pass
     with launch.profile(tmp_path / "trace"):
@@ -113,11 +113,11 @@ def test_a_profile_is_written_where_it_is_asked_for(tmp_path):
 
 
 @pytest.mark.usefixtures("early")
-def test_programs_are_kept_in_a_folder_of_the_user_unless_jax_was_told_of_another(tmp_path, monkeypatch):
+def test_programs_are_cached_for_the_user_unless_jax_is_configured(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told = jax.config.jax_compilation_cache_dir
     try:
-        for given, kept in ((None, str(launch.user_cache())), ("told", "told")):
+        for given, kept in ((None, str(launch.user_cache_folder())), ("told", "told")):
             jax.config.update("jax_compilation_cache_dir", given)
             launch.configure()
             assert jax.config.jax_compilation_cache_dir == kept
@@ -132,17 +132,17 @@ def test_programs_are_kept_in_a_folder_of_the_user_unless_jax_was_told_of_anothe
         jax.config.update("jax_compilation_cache_dir", told)
 
 
-def test_processors_that_differ_have_caches_that_differ(tmp_path, monkeypatch):
+def test_different_processors_have_different_caches(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folders = []
     for flags in ("fpu avx2", "fpu avx2 avx512f", "fpu avx2"):
-        monkeypatch.setattr(launch, "processor", lambda flags=flags: {"flags": flags})
-        folders.append(launch.user_cache())
+        monkeypatch.setattr(launch, "cpu_info", lambda flags=flags: {"flags": flags})
+        folders.append(launch.user_cache_folder())
     assert folders[0] == folders[2] != folders[1]
     assert all(folder.is_relative_to(tmp_path / "flowgrpo") for folder in folders)
 
 
-def test_a_cache_that_is_too_large_loses_what_was_not_used_for_longest(tmp_path):
+def test_a_large_cache_drops_the_least_recently_used(tmp_path):
     for age, name in enumerate(["newest", "newer", "older", "oldest"]):
         path = tmp_path / "kind" / name
         path.parent.mkdir(exist_ok=True)
@@ -171,7 +171,7 @@ def add_up(shared, rows, wanted_r):
 draw = jax.jit(lambda key: jax.lax.fori_loop(0, 200, lambda _, x: jnp.tanh(x @ x), jax.random.normal(key, (64, 64))))
 added = lambda shared, rows: row_sharding.sum_rows(add_up, mesh, shared, rows, jnp.full(64, True))[0]
 step = jax.jit(lambda shared, rows: shared + 1e-9 * added(shared, rows))
-shared = row_sharding.share(jnp.eye(64), mesh)
+shared = row_sharding.replicate(jnp.eye(64), mesh)
 for index in range(100):
     shared = step(shared, draw(jax.random.fold_in(jax.random.key(0), index)))
 print(jax.device_count(), launch.ONE_THREAD in os.environ["XLA_FLAGS"], jnp.isfinite(shared).all())
@@ -183,7 +183,7 @@ print(any(Path("cache").iterdir()), len(hits) > 0)
 """
 
 
-def test_devices_work_side_by_side_many_programs_do_not_wait_for_each_other_and_compiled_ones_are_kept(run):
+def test_cpu_devices_run_concurrently_and_programs_are_cached(run):
     """Far more programs than the 32 that a device takes ahead: dispatched without waiting, they stand still."""
     done = run(SEVERAL_DEVICES)
     assert done.stdout.split() == ["2", "True", "True", "True", "True"], done.stderr
@@ -201,13 +201,13 @@ def test_devices_work_side_by_side_many_programs_do_not_wait_for_each_other_and_
     ],
 )
 @pytest.mark.usefixtures("early")
-def test_processes_that_can_not_meet_are_refused(given, said):
+def test_impossible_process_settings_are_refused(given, said):
     with socket.create_server(("", 0)) as taken, pytest.raises(BadInput, match=said):
         launch.join(given[0].format(taken=taken.getsockname()[1]), *given[1:])
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_process_that_finds_nobody_ends_with_one_sentence(run, number):
+def test_a_process_without_the_others_times_out(run, number):
     """As process 0 whose companion never starts, and as the companion of a process 0 that never starts."""
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
@@ -216,7 +216,7 @@ import sys
 from flowgrpo import launch
 launch.configure()
 try:
-    launch.join("127.0.0.1:{port}", 2, {number}, seconds=1)
+    launch.join("127.0.0.1:{port}", 2, {number}, timeout=1)
 except launch.BadInput as error:
     sys.exit(str(error))""")
     assert done.returncode == 1
@@ -227,9 +227,9 @@ class Killed(BaseException):
     pass
 
 
-def test_a_process_that_is_killed_while_it_writes_a_compiled_program_leaves_none(tmp_path, monkeypatch):
+def test_cache_entries_are_atomic_even_if_killed(tmp_path, monkeypatch):
     """JAX's own cache would keep the half of it for ever, and is as it was where it removes what is not used."""
-    launch.write_programs_whole()
+    launch.write_cache_atomically()
     cache, write = LRUCache(str(tmp_path), max_size=-1), Path.write_bytes
 
     def torn(path: Path, data: bytes) -> None:
@@ -254,7 +254,7 @@ def test_a_process_that_is_killed_while_it_writes_a_compiled_program_leaves_none
 @pytest.mark.parametrize(
     ("file", "attached"), [(None, False), ("accel0", True), ("vfio/0", True), ("vfio/vfio", False)]
 )
-def test_a_compiler_of_tpus_makes_no_tpu(monkeypatch, tmp_path, file, attached):
+def test_libtpu_alone_is_no_tpu(monkeypatch, tmp_path, file, attached):
     """With the library alone XLA's flags are those of a CPU; with a TPU they may be unknown to it."""
     if file is not None:
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -285,12 +285,12 @@ def jax_platforms(names: str | None):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep nothing")
-def test_freed_memory_is_given_back_to_the_system():
+def test_freed_memory_is_returned_to_the_system():
     blocks = [bytearray(100_000) for _ in range(2000)]  # each below what glibc maps on its own
     last = blocks.pop()  # so that nothing free lies at the end of the heap
     del blocks
     kept = resident_bytes()
-    launch.return_memory()
+    launch.trim_memory()
     assert resident_bytes() < kept - 150e6
     assert len(last) == 100_000
 

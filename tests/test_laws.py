@@ -13,7 +13,7 @@ def test_every_law_has_a_check_that_ci_runs():
     assert guarded == set(laws.LAWS)
 
 
-def test_the_table_is_that_of_the_tests():
+def test_the_law_table_lists_the_tests():
     assert laws.table() in PAGE, "put what `python -m tests.laws` prints into tests/README.md"
 
 

@@ -113,13 +113,13 @@ def test_an_unmasked_nan_is_not_hidden():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_inputs_give_float32_and_are_added_in_it(dtype):
+def test_narrow_inputs_are_summed_in_float32(dtype):
     found = jax.eval_shape(partial(reduce_all, axis=1), jnp.zeros((2, 3), dtype), jnp.ones((2, 3), bool))
     assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32), jnp.dtype(bool)}
     assert masked.sum(np.ones(5000, dtype), np.ones(5000, bool)) == 5000  # bfloat16 can't count past 256, float16 2048
 
 
-def test_F4_equal_entries_are_constant_though_their_mean_rounds_and_the_smallest_difference_varies():
+def test_F4_varies_is_exact_despite_rounding():
     """Lanes of one, two, ..., 40 entries of 0.91; then the float beside it, seen and masked."""
     mask_rs = np.arange(40) < np.arange(1, 41)[:, None]
     x_rs = np.where(mask_rs, np.float32(0.91), np.float32(5.0))

@@ -37,10 +37,10 @@ def small_batch(**changes) -> fg.Batch:
         (small_batch(target=np.zeros((1, 9))), "Batch.target has 9 on axis s, but tokens has 8"),
     ],
 )
-def test_what_disagrees_is_named_with_both_sizes_or_with_its_axes(tree, message):
+def test_axes_that_disagree_are_named_with_both_sizes(tree, message):
     with pytest.raises(fg.BadInput, match=f"^{re.escape(message)}$"):
         check_axes(tree)
-    for whole in (dense(length=None, begins=None, by_turn=None), score(dense()), small_batch()):
+    for whole in (dense(length=None, starts_context=None, by_turn=None), score(dense()), small_batch()):
         check_axes(whole)
 
 
@@ -75,14 +75,14 @@ def one_each(num: int, **changes) -> fg.Trajectories:
     return fg.collate(records, turns=2, length=3).replace(**made)
 
 
-def test_F5_valid_wants_a_finite_outcome_and_a_chosen_token_in_a_turn_that_exists():
+def test_F5_valid_needs_a_finite_outcome_and_a_chosen_token():
     outcome_n = np.array([0.0, -3.0, np.nan, np.inf, -np.inf, 1.0], np.float32)
     trajectories = one_each(6, outcome=outcome_n)
     trajectories.chosen[5, 0] = False  # what is left is chosen in a turn that does not exist
     assert trajectories.valid.tolist() == [True, True, False, False, False, False]
 
 
-def test_acted_counts_turns_that_exist_and_chose_within_their_length_under_jit_as_well():
+def test_acted_counts_existing_turns_with_a_chosen_token():
     trajectories = one_each(3, turns=np.array([[True, True], [True, True], [True, False]]))
     trajectories.chosen[1, 0] = False
     cut = one_each(2, length=np.array([[3, 0], [2, 0]]))
@@ -94,15 +94,15 @@ def test_acted_counts_turns_that_exist_and_chose_within_their_length_under_jit_a
         assert tree.acted.tolist() == acted(tree).tolist() == expected
 
 
-def test_live_tokens_are_chosen_weigh_something_and_are_no_padding():
+def test_loss_mask_is_chosen_tokens_of_non_zero_weight():
     batch = small_batch()
-    assert batch.live.tolist() == [[False, False, True, True] + [False] * 4]
+    assert batch.loss_mask.tolist() == [[False, False, True, True] + [False] * 4]
     everywhere = batch.replace(chosen=np.ones((1, 8), bool), weight=np.ones((1, 8), np.float32))
-    assert everywhere.live.tolist() == [[True] * 4 + [False] * 4]
-    assert not batch.replace(weight=np.zeros((1, 8), np.float32)).live.any()
+    assert everywhere.loss_mask.tolist() == [[True] * 4 + [False] * 4]
+    assert not batch.replace(weight=np.zeros((1, 8), np.float32)).loss_mask.any()
 
 
-def test_A6_ledgers_add_number_by_number_and_every_token_is_trained_masked_or_dropped():
+def test_A6_ledgers_add_and_account_for_every_token():
     left = fg.types.Ledger(5, {fg.Fate.TRAINED: 3, fg.Fate.DROPPED_TOO_LONG: 2})
     right = fg.types.Ledger(4, {fg.Fate.TRAINED: 1, fg.Fate.MASKED_INVALID: 3})
     total = fg.types.Ledger(9, {fg.Fate.TRAINED: 4, fg.Fate.DROPPED_TOO_LONG: 2, fg.Fate.MASKED_INVALID: 3})
@@ -112,7 +112,7 @@ def test_A6_ledgers_add_number_by_number_and_every_token_is_trained_masked_or_dr
 
 
 @pytest.mark.parametrize(("trained", "masked"), [(6, 3), (8, 3), (11, -1)])
-def test_A6_a_token_too_few_or_too_many_or_a_negative_count_raises_with_the_numbers(trained, masked):
+def test_A6_counts_that_do_not_add_up_raise(trained, masked):
     ledger = fg.types.Ledger(10, {fg.Fate.TRAINED: trained, fg.Fate.MASKED_INVALID: masked})
     words = f"10 tokens were generated, but {trained + masked} are accounted for: trained {trained}, masked_invalid"
     with pytest.raises(AssertionError, match=f"^{words} {masked}$"):

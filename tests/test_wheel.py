@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 RECIPE, OWN = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/scripts.md").read_text(), re.DOTALL | re.MULTILINE)
 SMALL = {  # the same scripts in a minute
-    "updates=120": "updates=12, warm_steps=50, test_tasks=32, d=32, layers=1",
+    "updates=120": "updates=12, warm_steps=50, test_tasks=32, model_dim=32, layers=1",
     "tasks=500": "tasks=32",
     "d=96, layers=3": "d=32, layers=1",
     "steps=400": "steps=20",
@@ -63,7 +63,7 @@ def kill_after(process: subprocess.Popen, checkpoint: Path) -> None:
     process.communicate()
 
 
-def test_the_recipe_trains_goes_on_after_a_kill_and_evaluates(environment, tmp_path):
+def test_a_recipe_trains_resumes_after_a_kill_and_evaluates(environment, tmp_path):
     assert len(RECIPE.splitlines()) <= 10
     kill_after(begin(RECIPE, tmp_path, environment), tmp_path / "runs/mine/checkpoints/00000010")
     printed = end(begin(RECIPE, tmp_path, environment))
@@ -78,7 +78,7 @@ def test_the_recipe_trains_goes_on_after_a_kill_and_evaluates(environment, tmp_p
     assert {path.name for path in (tmp_path / "runs/mine").iterdir()} >= {"trajectories.html", "model"}
 
 
-def test_commands_are_called_as_they_can_be_where_there_is_no_checkout(environment, tmp_path):
+def test_commands_run_without_a_checkout(environment, tmp_path):
     def run(*words: str) -> subprocess.CompletedProcess:
         return subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
@@ -92,7 +92,7 @@ def test_commands_are_called_as_they_can_be_where_there_is_no_checkout(environme
     assert run(sys.executable, "-c", "import flowgrpo.recipes.example_agent").returncode == 0
 
 
-def test_a_loop_of_ones_own_goes_on_after_a_kill_and_draws(environment, tmp_path):
+def test_a_custom_loop_resumes_after_a_kill_and_plots(environment, tmp_path):
     assert len([line for line in OWN.splitlines() if line.strip()]) < 40
     kill_after(begin(OWN, tmp_path, environment), tmp_path / "runs/own/checkpoints/00000010")
     printed = end(begin(OWN, tmp_path, environment))

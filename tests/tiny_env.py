@@ -59,7 +59,7 @@ def demonstrate(key, state):
 def tiny_env(rounds: int = ROUNDS) -> fg.Env:
     return fg.Env(
         name="tiny",
-        words=(*SPECIAL, "one", "two", "three", "four", "again"),
+        vocabulary=(*SPECIAL, "one", "two", "three", "four", "again"),
         tools=("say",),
         sizes=fg.Sizes(prompt=3, observation=2, action=3, turns=TURNS),
         make_task=make_task,

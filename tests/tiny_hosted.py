@@ -11,14 +11,14 @@ from tiny_env import tiny_env
 
 import flowgrpo as fg
 from flowgrpo import loop
-from flowgrpo.contracts import Scored
+from flowgrpo.contracts import RewardResult
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
-from flowgrpo.models.trainable import WHOLE
-from flowgrpo.recipes.hosted import HostedConfig, HostedSetup, make_residency
+from flowgrpo.models.trainable import ALL_PARAMS
+from flowgrpo.recipes.hosted import HostedConfig, HostedSetup, make_offloader
 from flowgrpo.recipes.planner import Planner
 from flowgrpo.rollout.effects import no_effects
 from flowgrpo.rollout.host_adapter import as_host
@@ -27,28 +27,28 @@ from flowgrpo.run.warm_start import no_warm_start
 ENV = tiny_env(rounds=1)
 HOSTED = as_host(ENV)
 POLICY = make_policy(
-    DecoderConfig(v=len(ENV.words), d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),), init_scale=0.3)
+    DecoderConfig(v=len(ENV.vocabulary), d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),), init_scale=0.3)
 )
 CONFIG = HostedConfig(
     rendering="append",
     max_tokens=1,
-    context_tokens=loop.longest(ENV),
+    context_tokens=loop.max_trajectory_tokens(ENV),
     slots=8,
     group_seconds=600.0,
     turn_seconds=600.0,
-    recorded=1,
+    recorded_groups=1,
     watch_seconds=600.0,
 )
 
 
-def reset(key, task: fg.Task, do):
-    return HOSTED.reset(key, np.int32(int(task.query)), do)
+def reset(key, task: fg.Task, call_tool):
+    return HOSTED.reset(key, np.int32(int(task.query)), call_tool)
 
 
-def step(state, tokens, do):
+def step(state, tokens, call_tool):
     """The first action is the answer."""
-    state, now = HOSTED.step(state, tokens, do)
-    return state, now._replace(said=None, done=True, output=" ".join(map(str, tokens)), reward=None)
+    state, now = HOSTED.step(state, tokens, call_tool)
+    return state, now._replace(observation=None, done=True, output=" ".join(map(str, tokens)), reward=None)
 
 
 def tasks(_split: str, first: int, count: int) -> list[fg.Task]:
@@ -66,23 +66,23 @@ def make_setup(folder, engine: Engine, params, offload: str = "none", **settings
         model=cast(Any, SimpleNamespace(policy=POLICY, banned=(PAD,))),
         planner=Planner(
             policy=POLICY,
-            served=POLICY,
+            engine_policy=POLICY,
             params=params,
-            trained=WHOLE,
+            trainable=ALL_PARAMS,
             compute_dtype=None,
-            serve=lambda params: params,
-            place=lambda tree: tree,
+            to_engine=lambda params: params,
+            to_mesh=lambda tree: tree,
         ),
         env=env,
-        exam_env=env,
+        eval_env=env,
         engine=engine,
-        residency=make_residency(config, folder),
-        do=no_effects,
-        reward=fg.Reward(lambda _, output: Scored(float(int(output.split()[0]) % 2))),
+        offloader=make_offloader(config, folder),
+        call_tool=no_effects,
+        reward=fg.Reward(lambda _, output: RewardResult(float(int(output.split()[0]) % 2))),
         tasks=tasks,
         algorithm=fg.flow_grpo(beta=0.01),
         optimizer=make_optimizer(learning_rate=0.01),
         sizes=loop.Settings(queries=4, samples=4, micro_rows=8),
         warm_start=lambda _: no_warm_start(jax.tree.map(jnp.copy, params)),
-        story=lambda *_: "",
+        format_trajectory=lambda *_: "",
     )

@@ -7,14 +7,14 @@ from tempfile import TemporaryDirectory
 from tokenizer_cases import STYLES, fast
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from flowgrpo.data.tokenizer import Text, load_text
+from flowgrpo.data.tokenizer import ChatTokenizer, load_tokenizer
 
 SPELLINGS = ("Yes", " Yes", "yes", " yes", "YES", " YES", "No", " No", "no", " no", "NO")
 
 
 @cache
-def judge_text(style: str = "qwen2.5") -> Text:
-    """Byte-level BPE that knows every one of `SPELLINGS` as one token."""
+def judge_text(style: str = "qwen2.5") -> ChatTokenizer:
+    """A byte-level BPE tokenizer with one token for each of `SPELLINGS`."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -25,21 +25,21 @@ def judge_text(style: str = "qwen2.5") -> Text:
 
 
 @cache
-def sly_text() -> Text:
-    """Build a tokenizer like that of `judge_text` that reads <TOOL>, too, as the control token <tool>."""
-    backend = Tokenizer.from_str(judge_text().tokenizer.backend_tokenizer.to_str())
+def sly_text() -> ChatTokenizer:
+    """A tokenizer like that of `judge_text` that also reads <TOOL> as the control token <tool>."""
+    backend = Tokenizer.from_str(judge_text().hf_tokenizer.backend_tokenizer.to_str())
     backend.normalizer = normalizers.Lowercase()
     backend.add_tokens([AddedToken("<tool>", normalized=True)])
     return _saved(backend, "qwen2.5")
 
 
-def _saved(backend: Tokenizer, style: str) -> Text:
+def _saved(backend: Tokenizer, style: str) -> ChatTokenizer:
     with TemporaryDirectory() as folder:
         fast(backend, STYLES[style], STYLES[style].template).save_pretrained(folder)
-        return load_text(Path(folder))
+        return load_tokenizer(Path(folder))
 
 
 def id_of(spelling: str, style: str = "qwen2.5") -> int:
     """The one id of a spelling."""
-    (found,) = judge_text(style).encode(spelling)
-    return found
+    (token,) = judge_text(style).encode(spelling)
+    return token

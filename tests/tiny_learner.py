@@ -11,8 +11,8 @@ from family_cases import batch_of, make_case
 import flowgrpo as fg
 from flowgrpo.learner.diagnostics import DiagnosticsSettings, batch_signal, metrics_of_sums, observe, sampler_sums
 from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
-from flowgrpo.learner.update import make_score, make_update
-from flowgrpo.models.trainable import WHOLE, Trained
+from flowgrpo.learner.update import UpdateSettings, make_score, make_update
+from flowgrpo.models.trainable import ALL_PARAMS, TrainableSubset
 
 WORDS, WIDTH, BANNED, TEMPERATURE, ROWS = 50, 8, (0,), 0.8, 16
 SETTINGS = {"temperature": TEMPERATURE, "banned": BANNED}
@@ -44,51 +44,64 @@ BIGRAMS = fg.Policy(init, hidden, lambda params, x: x @ params["unembed"], hidde
 SCORE = jax.jit(make_score(BIGRAMS, **SETTINGS))
 OPTIMIZERS = {"sgd": optax.sgd(1.0), "adam": make_optimizer(learning_rate=0.01, clip_norm=0.5)}
 PLAIN = fg.flow_grpo(beta=0.0)
-WATCH = DiagnosticsSettings(warns=False)  # what cases were sampled by is no policy
+DIAGNOSTICS = DiagnosticsSettings(warns=False)  # no policy has sampled the cases
 
 
 @cache
-def compiled(algorithm: fg.Algorithm = PLAIN, optimizer: str = "sgd", policy: fg.Policy = BIGRAMS, **settings):
+def compiled(
+    algorithm: fg.Algorithm = PLAIN,
+    optimizer: str = "sgd",
+    policy: fg.Policy = BIGRAMS,
+    *,
+    score=None,
+    trainable: TrainableSubset = ALL_PARAMS,
+    **settings,
+):
     """Compile an update, once for all tests."""
-    settings = {"micro_rows": 2, "watch": WATCH, **SETTINGS, **settings}
-    return jax.jit(make_update(policy, algorithm, OPTIMIZERS[optimizer], **settings))
+    settings = UpdateSettings(**{"micro_rows": 2, "diagnostics": DIAGNOSTICS, **SETTINGS, **settings})
+    return jax.jit(make_update(policy, algorithm, OPTIMIZERS[optimizer], settings, score=score, trainable=trainable))
 
 
 @cache
-def unsplit(algorithm: fg.Algorithm, score=SCORE, trained: Trained = WHOLE, watch: DiagnosticsSettings | None = WATCH):
+def unsplit(
+    algorithm: fg.Algorithm,
+    score=SCORE,
+    trainable: TrainableSubset = ALL_PARAMS,
+    diagnostics: DiagnosticsSettings | None = DIAGNOSTICS,
+):
     """Compile (params, batch) -> (gradient, figures) of the plain loss over all rows at once."""
 
     def loss(part, params, batch):
-        scores = score(trained.put(params, part), batch)
+        scores = score(trainable.merge(params, part), batch)
         value, metrics = algorithm.loss(scores, batch)
-        far_rs = jnp.where(batch.live, jnp.abs(scores.logp - batch.logp_sampled), 0.0)
-        seen = {"means": metrics} if watch is None else observe(watch, algorithm, scores, batch, metrics)
-        sampler = {"kl": 0.0, "tokens": 0.0} if watch is None else sampler_sums(scores, batch, jnp.int32(0))
+        far_rs = jnp.where(batch.loss_mask, jnp.abs(scores.logp - batch.logp_sampled), 0.0)
+        seen = {"means": metrics} if diagnostics is None else observe(diagnostics, algorithm, scores, batch, metrics)
+        sampler = {"kl": 0.0, "tokens": 0.0} if diagnostics is None else sampler_sums(scores, batch, jnp.int32(0))
         return value, (seen, far_rs.max(), sampler)
 
     @jax.jit
     def run(params, batch):
         slope = jax.value_and_grad(loss, has_aux=True)
-        (value, (sums, far, sampler)), grads = slope(trained.take(params), params, batch)
-        own = {"loss": value, "grad_norm": optax.tree.norm(grads), "log_ratio_max": far}
-        own |= {"live_tokens": batch.live.sum(), "steps": 1, "skipped": 0}
-        if watch is not None:
-            own |= batch_signal(batch) | {"sampler_kl": sampler["kl"] / jnp.maximum(sampler["tokens"], 1.0)}
-        return grads, metrics_of_sums(sums) | own
+        (value, (sums, far, sampler)), grads = slope(trainable.split(params), params, batch)
+        figures = {"loss": value, "grad_norm": optax.tree.norm(grads), "log_ratio_max": far}
+        figures |= {"live_tokens": batch.loss_mask.sum(), "steps": 1, "skipped": 0}
+        if diagnostics is not None:
+            figures |= batch_signal(batch) | {"sampler_kl": sampler["kl"] / jnp.maximum(sampler["tokens"], 1.0)}
+        return grads, metrics_of_sums(sums) | figures
 
     return run
 
 
-def assert_figures(found, expected):
+def assert_figures(actual, expected):
     """Compare the metrics of an update with those of all rows at once."""
-    assert set(found) == set(expected)
+    assert set(actual) == set(expected)
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(actual[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def fresh(params, optimizer: str = "sgd", trained: Trained = WHOLE) -> LearnerState:
+def fresh(params, optimizer: str = "sgd", trainable: TrainableSubset = ALL_PARAMS) -> LearnerState:
     """Return the state before the first update."""
-    return init_learner(params, OPTIMIZERS[optimizer], trained)
+    return init_learner(params, OPTIMIZERS[optimizer], trainable)
 
 
 def near(trajectories: fg.Trajectories, score, params, drift: float, seed: int = 0) -> fg.Trajectories:
@@ -113,9 +126,9 @@ def rows_of(algorithm, trajectories, layout="packed", rows=ROWS) -> fg.Batch:
     return jax.tree.map(lambda x_rs: jnp.asarray(np.pad(x_rs, ((0, rows - len(x_rs)), (0, 0)))), batch)
 
 
-def assert_close(found, expected, start, tolerance=1e-4):
+def assert_close(actual, expected, start, tolerance=1e-4):
     """Equal parameters, relative to how far the largest moved from `start`."""
     moved = max(float(jnp.abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (expected, start)), strict=True))
     assert moved > 0
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * moved)

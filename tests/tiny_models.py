@@ -34,12 +34,12 @@ FULL = replace(  # every feature that any family has, and every kind of angles
 
 
 def tiny_params(seed: int = 0):
-    """Random parameters whose policy is neither flat nor certain."""
+    """Random parameters, whose policy is neither uniform nor deterministic."""
     return POLICY.init(jax.random.key(seed))
 
 
 def random_params(config, seed: int = 1, dtype="float32"):
-    """Parameters of which none is zero or one, drawn by NumPy, where nothing is compiled for a shape."""
+    """Random parameters, none of which is 0 or 1, drawn by NumPy so that nothing is compiled for a shape."""
     random = np.random.default_rng(seed)
     shapes = {name: shape_of(parameter, config) for name, parameter in parameters(config).items()}
     return {name: jnp.asarray(random.normal(0.0, 0.3, shape), dtype) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""A tiny model that knows the words of word problems, an example of one, and an engine that says what it is told to."""
+"""A tiny model with the vocabulary of word problems, an example task, and an engine with scripted actions."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from typing import Any
 
 from flowgrpo.agent.action_forms import CALL_PLAN
 from flowgrpo.contracts import Completion
-from flowgrpo.data.tokenizer import Text
+from flowgrpo.data.tokenizer import ChatTokenizer
 from flowgrpo.recipes.agent_config import Config, preset
 from flowgrpo.recipes.offline_start import write_model
 from flowgrpo.recipes.task_sets import WORD_PROBLEMS
@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
 
 @cache
 def planner_folder(vocab_size: int = 800) -> Path:
-    """A model folder with random weights, whose tokenizer knows the prompts."""
+    """A model folder with random weights, whose tokenizer was learned from the prompts."""
     folder = Path(mkdtemp(prefix="planner-")) / "model"
     queries = [task.query for task in WORD_PROBLEMS.draw(0, "train", 0, 40)]
     texts = [CALL_PLAN, WORD_PROBLEMS.instructions, *queries, "calculator(expression) answer(text) calculator(12 + 34)"]
@@ -63,26 +63,29 @@ def settings(folder: Path, **chosen: Any) -> Config:
     examples = folder / "examples.jsonl"
     if "examples" not in chosen:
         write_tasks(examples, EXAMPLE)
-    fixed = {"tasks": "word_problems", "examples": str(examples), "drop_examples": False, **SIZES}
-    return preset(**{"model": str(planner_folder()), **fixed, **chosen})
+    defaults = {"tasks": "word_problems", "examples": str(examples), "drop_examples": False, **SIZES}
+    return preset(**{"model": str(planner_folder()), **defaults, **chosen})
 
 
-def said_by(
+def scripted_submit(
     tasks: Sequence[Task],
-    text: Text,
+    text: ChatTokenizer,
     speak: Callable[[Task, int], str | Sequence[int]],
     requests: list[Any] | None = None,
 ):
-    """An engine's `submit` that says `speak(task, turn)`, words or ids with their stop token; it may list requests."""
+    """An engine's `submit` that answers with `speak(task, turn)`, text or ids with a stop token.
+
+    Requests are appended to `requests`, if it is a list.
+    """
     by_query = {task.query: task for task in tasks}
     queries = re.compile("|".join(map(re.escape, by_query)))
 
     def submit(request) -> Future:
         if requests is not None:
             requests.append(request)
-        talk = text.decode(request.tokens)
-        last = list(queries.finditer(talk))[-1]
-        action = speak(by_query[last[0]], talk[last.end() :].count("<|im_start|>assistant") - 1)
+        prompt = text.decode(request.tokens)
+        last = list(queries.finditer(prompt))[-1]
+        action = speak(by_query[last[0]], prompt[last.end() :].count("<|im_start|>assistant") - 1)
         ids = [*text.encode(action), text.stop_ids[0]] if isinstance(action, str) else list(action)
         future = Future()
         future.set_result(Completion(ids, [-0.5] * len(ids), [0] * len(ids), "stop"))

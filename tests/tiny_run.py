@@ -1,4 +1,4 @@
-"""For tests of soaks: the run of `tiny_work` as a command, slow enough for a signal to meet it anywhere."""
+"""For tests of soaks: the run of `tiny_work` as a command, slow enough for a signal at any stage."""
 
 import time
 from pathlib import Path
@@ -9,11 +9,11 @@ from tiny_work import tiny_work
 from experiments.cli import app
 from flowgrpo.run.session import run_session
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where results lie.", required=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the results.", required=True)
 
 
 def wait(_stage: str, _update: int) -> None:
-    """Sleep 0.05 s, so that a run takes its time."""
+    """Sleep 0.05 s, to slow down the run."""
     time.sleep(0.05)
 
 

@@ -144,4 +144,4 @@ def byte_level() -> Tokenizer:
 
 def render(text, messages, **options) -> list[int]:
     """Transformers' own way: the whole conversation as one string, tokenised at once."""
-    return text.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
+    return text.hf_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)

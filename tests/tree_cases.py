@@ -9,14 +9,14 @@ from flowgrpo.types import PrefixTree
 
 
 class Context(NamedTuple):
-    """Tokens of one context, and the positions of those that are scored (none at 0, before which nothing stands)."""
+    """Tokens of one context, and the positions of those that are scored (never 0: its token has no predecessor)."""
 
     tokens: tuple[int, ...]
     scored: tuple[int, ...]
 
 
 class Entry(NamedTuple):
-    """A token to score: where its context is among all, and where it stands in it."""
+    """A token to score: the index of its context among all, and its position in it."""
 
     context: int
     position: int
@@ -33,7 +33,7 @@ class Trees(NamedTuple):
 
 
 def build_trees(rows: Sequence[Sequence[Context]], nodes: int, slots: int) -> Trees:
-    """Each row's contexts as one tree, padded to so many nodes and slots."""
+    """Each row's contexts as one tree, padded to `nodes` nodes and `slots` slots."""
     tokens_ru, positions_ru, ends_ru = (np.zeros((len(rows), nodes), np.int32) for _ in range(3))
     after_rs, tokens_rs, positions_rs, segments_rs = (np.zeros((len(rows), slots), np.int32) for _ in range(4))
     entries: list[list[Entry]] = [[] for _ in rows]
@@ -46,14 +46,14 @@ def build_trees(rows: Sequence[Sequence[Context]], nodes: int, slots: int) -> Tr
                 node = node.setdefault(token, {})
         index: dict[int, int] = {}  # of a node, by its identity
 
-        def lay_out(node: dict, depth: int, r: int = r, index: dict = index) -> None:
+        def number_nodes(node: dict, depth: int, r: int = r, index: dict = index) -> None:
             for token, child in node.items():
                 at = index[id(child)] = len(index)
                 tokens_ru[r, at], positions_ru[r, at] = token, depth
-                lay_out(child, depth + 1)
+                number_nodes(child, depth + 1)
                 ends_ru[r, at] = len(index)
 
-        lay_out(root, 0)
+        number_nodes(root, 0)
         slot = 0
         for number, context in enumerate(contexts):
             node, path = root, []

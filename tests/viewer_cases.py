@@ -1,8 +1,8 @@
-"""Trajectories to be shown, for tests of the page: two turns with a tool and an error, before and after training."""
+"""Trajectories for tests of the viewer: two turns with a tool and an error, before and after training."""
 
 import numpy as np
 
-from flowgrpo.report.trajectory_page import Shown, ShownCall, ShownTurn
+from flowgrpo.report.trajectory_page import PageCall, PageTrajectory, PageTurn
 from flowgrpo.types import Status
 
 # Soft hyphen, Hangul filler, a letter as a tag, zero width, variation selector, blank Braille, half a pair, backwards.
@@ -12,33 +12,33 @@ HOSTILE = f"{MARKUP}{INVISIBLE}back"
 
 
 def named(text: str) -> str:
-    """The text as the page shows it: what can't be seen is named."""
+    """The text as the page shows it: invisible characters are replaced by their codes."""
     return "".join(f"⟨U+{ord(c):04X}⟩" if c in INVISIBLE else c for c in text)
 
 
-def make_turn(action: str, said: str = "say it\n", **more) -> ShownTurn:
-    """A turn of a token a word; the i-th token of the action has log-probability -i."""
-    pieces = [f"{word} " for word in said.split(" ")] + [f"{word} " for word in action.split(" ")]
-    count, spoken = len(pieces), len(action.split(" "))
-    chosen = np.arange(count) >= count - spoken
+def make_turn(action: str, prompt: str = "say it\n", **fields) -> PageTurn:
+    """A turn with a token per word; the i-th token of the action has log-probability -i."""
+    pieces = [f"{word} " for word in prompt.split(" ")] + [f"{word} " for word in action.split(" ")]
+    count, chosen_count = len(pieces), len(action.split(" "))
+    chosen = np.arange(count) >= count - chosen_count
     logp = np.where(chosen, -np.cumsum(chosen) + 1.0, 0.0)
-    own = {"tokens": 100 + np.arange(count), "chosen": chosen, "logp": logp, "version": 3}
-    return ShownTurn(**{**own, "pieces": pieces, **more})
+    defaults = {"tokens": 100 + np.arange(count), "pieces": pieces, "chosen": chosen, "logp": logp, "version": 3}
+    return PageTurn(**{**defaults, **fields})
 
 
-def make_shown(task: str = "t0", **more) -> Shown:
+def make_trajectory(task: str = "t0", **fields) -> PageTrajectory:
     """A trajectory that calls a tool, meets an error, and answers."""
-    call = ShownCall("tool", "calculator", {"expression": "2 +"}, "it is not complete", error=True)
+    call = PageCall("tool", "calculator", {"expression": "2 +"}, "it is not complete", error=True)
     turns = [make_turn("Tool: calculator 2 +", tool="calculator", error=True, calls=(call,)), make_turn("answer 5")]
-    own = {"turns": turns, "query": f"what is {task}?", "answers": ("5",), "domain": "mathematics", "output": "5"}
-    return Shown(task, **{**own, "reward": 1.0, "correct": True, "seconds": 1.5, **more})
+    defaults = {"turns": turns, "query": f"what is {task}?", "answers": ("5",), "domain": "mathematics", "output": "5"}
+    return PageTrajectory(task, **{**defaults, "outcome": 1.0, "correct": True, "seconds": 1.5, **fields})
 
 
-def make_many() -> list[Shown]:
+def make_many() -> list[PageTrajectory]:
     """Six tasks before and after training, of which the last three are solved after; then eight of an update."""
-    lost = {"reward": 0.25, "correct": False, "output": "7"}
-    before = [make_shown(f"t{n}", phase="test before", group=n, **lost) for n in range(6)]
-    after = [make_shown(f"t{n}", phase="test after", group=n, **({} if n > 2 else lost)) for n in range(6)]
+    lost = {"outcome": 0.25, "correct": False, "output": "7"}
+    before = [make_trajectory(f"t{n}", phase="test before", group=n, **lost) for n in range(6)]
+    after = [make_trajectory(f"t{n}", phase="test after", group=n, **({} if n > 2 else lost)) for n in range(6)]
     code = {"domain": "code", "phase": "train", "update": 4}
     turns = [
         make_turn("print(2)", tool="python", advantage=0.5, ratio=np.full(3, 1.25)),
@@ -47,7 +47,7 @@ def make_many() -> list[Shown]:
         ),
         make_turn("end", advantage=-1.0, ratio=np.ones(3)),
     ]
-    learned = [make_shown("c0", sample=n, turns=turns, **code) for n in range(6)]
-    failed = {"reward": None, "correct": False, "status": Status.VERIFIER_FAILURE, "output": None}
-    odd = make_shown("c1", query=HOSTILE, turns=[make_turn("x", said=HOSTILE)], **code, **failed)
-    return [*before, *after, *learned, odd, make_shown("c2", turns=(), **code, **failed, reason="never began")]
+    learned = [make_trajectory("c0", sample=n, turns=turns, **code) for n in range(6)]
+    failed = {"outcome": None, "correct": False, "status": Status.VERIFIER_FAILURE, "output": None}
+    odd = make_trajectory("c1", query=HOSTILE, turns=[make_turn("x", prompt=HOSTILE)], **code, **failed)
+    return [*before, *after, *learned, odd, make_trajectory("c2", turns=(), **code, **failed, reason="never began")]

@@ -1,1 +1,1 @@
-"""Speed, measured: `python -m experiments.benchmarks.NAME`, each a table and one JSON line."""
+"""Benchmarks: `python -m experiments.benchmarks.NAME` prints a table and one JSON line."""

@@ -1,4 +1,4 @@
-"""List the benchmarks in a line each, or run the one that is named.
+"""List the benchmarks, or run one by name.
 
 python -m experiments.benchmarks
 python -m experiments.benchmarks decode --help
@@ -12,9 +12,9 @@ from ..cli.listing import run_or_list
 GROUPS = {
     "The machine": ("ceilings", "startup"),
     "Learning": ("update", "attention", "packing", "prefixes", "meshes"),
-    "Playing": ("decode", "hosted", "gateway", "exactness", "loading"),
+    "Rollouts": ("decode", "hosted", "gateway", "exactness", "loading"),
     "Real models": ("agents",),
-    "Looking": ("viewer",),
+    "Inspecting runs": ("viewer",),
     "Rewards": ("answers", "rewards"),
     "Whole iterations": ("iteration", "seeds", "staged", "cluster"),
     "Other systems": ("peers", "real"),

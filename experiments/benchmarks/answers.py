@@ -1,11 +1,11 @@
-"""How often the answer matcher agrees with a teacher, by domain; beside math-verify alone and plain comparison.
+"""How often the answer matcher agrees with labels by hand, by domain; next to math-verify alone and plain comparison.
 
     python -m experiments.benchmarks.answers
 
-The pairs of gold answer and output in `tests/rewards/pairs.txt` were judged by hand. `ours` is the matcher of schools
-or of mathematics, by domain; `math-verify` is its own `parse` and `verify` over the output, as it is and between dollar
-signs; `plain` compares stripped strings. What may hang runs in a process that is killed. Prints a table and one JSON
-line; `--show` lists each disagreement of ours.
+The pairs of gold answer and output in `tests/rewards/pairs.txt` were labelled by hand. `ours` is the matcher of school
+answers or of mathematics, by domain; `math-verify` is its own `parse` and `verify` of the output, with and without
+dollar signs around it; `plain` compares stripped strings. Checks that may hang run in a process with a deadline. Prints
+a table and one JSON line; `--show` lists each disagreement of ours.
 """
 
 from collections import Counter
@@ -16,10 +16,10 @@ from absl import flags
 from ..cli import app
 from ..cli.help import flag_heading
 
-flag_heading("What is run")
-_PAIRS = flags.DEFINE_string("pairs", None, "File of pairs; that of the tests by default.")
+flag_heading("Run")
+_PAIRS = flags.DEFINE_string("pairs", None, "File of pairs; by default that of the tests.")
 _SHOW = flags.DEFINE_bool("show", False, "List each disagreement of ours.")
-_SECONDS = flags.DEFINE_float("seconds", 5.0, "Deadline of a check.", lower_bound=0.1)
+_SECONDS = flags.DEFINE_float("seconds", 5.0, "Deadline of a check, in seconds.", lower_bound=0.1)
 
 app.read_flags(__name__)
 
@@ -34,17 +34,23 @@ from .pairs import PAIRS, Judge, Pair, matcher, math_verify_alone, plain_compari
 
 
 def _agreement(pairs: list[Pair], judge: Judge) -> tuple[Counter[str], list[Pair], float]:
-    """By domain, how many pairs the judge decides as the teacher does; those where it doesn't; seconds."""
-    took, values = timed(lambda: [judge(pair) for pair in pairs])
-    others = [x for x, value in zip(pairs, values, strict=True) if value is None or (value > 0) != x.right]
-    return Counter(pair.domain for pair in pairs) - Counter(pair.domain for pair in others), others, took
+    """Number of pairs by domain on which the judge agrees with the labels, pairs on which it doesn't, and seconds."""
+    seconds, values = timed(lambda: [judge(pair) for pair in pairs])
+    disagreements = [
+        pair for pair, value in zip(pairs, values, strict=True) if value is None or (value > 0) != pair.right
+    ]
+    return (
+        Counter(pair.domain for pair in pairs) - Counter(pair.domain for pair in disagreements),
+        disagreements,
+        seconds,
+    )
 
 
 def main() -> None:
-    """Judge every pair by each of the three, print the table and one JSON line."""
+    """Judge every pair by each judge, print the table and one JSON line."""
     path = Path(_PAIRS.value or PAIRS)
     if not path.is_file():
-        raise BadInput(f"--pairs={path} is no file: `experiments.benchmarks.pairs` says what one holds")
+        raise BadInput(f"--pairs={path} is no file: the format is that of `experiments.benchmarks.pairs`")
     pairs = read_pairs(path)
     with Sandbox(preload=PRELOAD) as sandbox:
         match = matcher(sandbox.call, seconds=_SECONDS.value)
@@ -53,24 +59,28 @@ def main() -> None:
             "math-verify": lambda pair: math_verify_alone(sandbox.call, pair, seconds=_SECONDS.value),
             "plain": plain_comparison,
         }
-        said = {name: _agreement(pairs, judge) for name, judge in with_progress("judge", judges.items())}
-        show_lines(_make_rows(pairs, {name: agreed for name, (agreed, _, _) in said.items()}))
-        for pair in said["ours"][1] if _SHOW.value else ():
-            print(f"line {pair.line}: teacher {pair.right}, gold {pair.golds}, output {pair.output!r}: {match(pair)}")
-    share = {name: round(sum(agreed.values()) / len(pairs), 4) for name, (agreed, _, _) in said.items()}
-    seconds = {name: round(taken, 2) for name, (_, _, taken) in said.items()}
-    print_result("answers", pairs=len(pairs), agreement=share, seconds=seconds)
+        results = {name: _agreement(pairs, judge) for name, judge in with_progress("judge", judges.items())}
+        show_lines(_make_rows(pairs, {name: agreements for name, (agreements, _, _) in results.items()}))
+        for pair in results["ours"][1] if _SHOW.value else ():
+            print(f"line {pair.line}: label {pair.right}, gold {pair.golds}, output {pair.output!r}: {match(pair)}")
+    agreement = {name: round(sum(agreements.values()) / len(pairs), 4) for name, (agreements, _, _) in results.items()}
+    seconds = {name: round(duration, 2) for name, (_, _, duration) in results.items()}
+    print_result("answers", pairs=len(pairs), agreement=agreement, seconds=seconds)
 
 
-def _make_rows(pairs: list[Pair], said: dict[str, Counter[str]]) -> list[dict]:
-    """One row for each domain, and one for all."""
+def _make_rows(pairs: list[Pair], agreements: dict[str, Counter[str]]) -> list[dict]:
+    """A row for each domain, and one for all."""
     domains = list(dict.fromkeys(pair.domain for pair in pairs))
     rows = []
     for domain in (*domains, "all"):
-        inside = [pair for pair in pairs if domain in (pair.domain, "all")]
-        counts = {name: sum(agreed.values()) if domain == "all" else agreed[domain] for name, agreed in said.items()}
-        shares = {name: f"{100 * count / len(inside):.1f} %" for name, count in counts.items()}
-        rows.append({"domain": domain, "pairs": len(inside), "right": sum(pair.right for pair in inside), **shares})
+        in_domain = [pair for pair in pairs if domain in (pair.domain, "all")]
+        counts = {
+            name: sum(agreed.values()) if domain == "all" else agreed[domain] for name, agreed in agreements.items()
+        }
+        percentages = {name: f"{100 * count / len(in_domain):.1f} %" for name, count in counts.items()}
+        rows.append(
+            {"domain": domain, "pairs": len(in_domain), "right": sum(pair.right for pair in in_domain), **percentages}
+        )
     return rows
 
 

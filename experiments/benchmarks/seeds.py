@@ -1,13 +1,13 @@
-"""Several seeds in one program against the same seeds one after another: wall time, and whether they come to the same.
+"""Several seeds in one program against the same seeds one after another: wall time, and whether the results agree.
 
     python -m experiments.benchmarks.seeds
     python -m experiments.benchmarks.seeds --num_seeds=8 --updates=20 --lanes=1,4
 
-Both sides train the baseline of `--study=credit` from the same warm-started planners. `alone` is what a run of one seed
-does (`loop.three_programs`, rows dealt over all devices), compiled once and called seed after seed; `alone, one
-program` the same as one program. `together` deals the seeds over the devices, with so many vmapped on each (`lanes`).
-Seconds are those of all seeds and updates, compilation apart. The first three updates must agree to rounding; after
-them near-ties fall differently now and then, so the success of all seeds at the end is compared as a distribution.
+All train the baseline of `--study=credit` from the same warm-started planners. `alone` is a run of one seed
+(`loop.split_step`, rows sharded over all devices), compiled once and called for one seed after another; `alone, one
+program` the same as one program. `together` shards the seeds over the devices, `lanes` of them vmapped on each. Seconds
+are those of all seeds and updates, without compilation. The first three updates must agree up to rounding; after them
+near-ties are sometimes decided differently, so the success rates of all seeds at the end are compared as distributions.
 
 Prints a table and one JSON line. Runs on any CPU, offline, in minutes. On two quiet cores, for 16 seeds and 20 updates,
 13.9 seconds alone, 16.7 as one program each, 7.6 together with one lane and 9.7 with two; three updates agree to
@@ -26,8 +26,10 @@ from ..cli.help import flag_heading
 
 flag_heading("Sizes")
 _SEEDS = flags.DEFINE_integer("num_seeds", 16, "Seeds.", lower_bound=2)
-_UPDATES = flags.DEFINE_integer("updates", 40, "Updates of each.", lower_bound=4)
-_LANES = flags.DEFINE_list("lanes", ["1", "2", "8"], "Seeds that are vmapped on a device: numbers, by commas.")
+_UPDATES = flags.DEFINE_integer("updates", 40, "Updates of each seed.", lower_bound=4)
+_LANES = flags.DEFINE_list(
+    "lanes", ["1", "2", "8"], "Numbers of seeds that are vmapped on a device, separated by commas."
+)
 
 app.read_flags(__name__)
 
@@ -36,9 +38,9 @@ import numpy as np
 
 from flowgrpo import launch, loop
 from flowgrpo.evaluation.statistics import interval, probability_of_improvement
-from flowgrpo.parallel.row_sharding import data_mesh, many_updates, over_runs, stack_trees
+from flowgrpo.parallel.row_sharding import data_mesh, map_runs, scan_updates, stack_trees
 from flowgrpo.recipes import pure, study_arms
-from flowgrpo.recipes.compare import begin_all, over_seeds, study_config
+from flowgrpo.recipes.compare import map_over_seeds, study_config, warm_start_seeds
 from flowgrpo.recipes.studies import STUDIES
 from flowgrpo.recipes.study_arms import Arm
 from flowgrpo.report.progress import Progress, with_progress
@@ -50,19 +52,19 @@ FIRST = 3  # updates that must agree
 
 
 class Timed(NamedTuple):
-    """One way of training all seeds."""
+    """Result of one way of training all seeds."""
 
-    compilation: float
+    compilation: float  # seconds
     seconds: float
-    success: np.ndarray  # [seed, update], of training
+    success: np.ndarray  # [seed, update], success rate in training
     early: Any  # parameters after the first updates, stacked
 
 
 def _together(step: Callable, runs: Any, updates: int, lanes: int) -> Timed:
-    """All seeds in one program; the first updates once more in one of their own, which isn't timed."""
+    """All seeds in one program; the first updates again in a separate program, which isn't timed."""
 
     def program(size: int) -> Any:
-        return jax.jit(over_runs(lambda run: many_updates(step, run, updates=size), lanes=lanes, mesh=data_mesh()))
+        return jax.jit(map_runs(lambda run: scan_updates(step, run, updates=size), lanes=lanes, mesh=data_mesh()))
 
     compilation, compiled = timed(lambda: program(updates).lower(runs).compile())
     seconds, (_, figures) = timed(lambda: compiled(runs))
@@ -72,28 +74,28 @@ def _together(step: Callable, runs: Any, updates: int, lanes: int) -> Timed:
 
 def _alone(step: Callable, runs: Any, updates: int) -> Timed:
     """One seed after another, by programs that are compiled once."""
-    each = [jax.tree.map(lambda x, index=index: x[index], runs) for index in range(len(runs.update))]
-    compilation, _ = timed(lambda: step(each[0]))
+    initial = [jax.tree.map(lambda x, index=index: x[index], runs) for index in range(len(runs.update))]
+    compilation, _ = timed(lambda: step(initial[0]))
     success, early = [], []
 
     def train() -> None:
-        for run in each:
-            history = [(after, figures["success"]) for after, figures in loop.train_loop(step, run, updates)]
+        for run in initial:
+            history = [(state, figures["success"]) for state, figures in loop.train_loop(step, run, updates)]
             early.append(history[FIRST - 1][0].learner.params)
-            success.append([reached for _, reached in history])
+            success.append([success_rate for _, success_rate in history])
 
     seconds, _ = timed(train)
     return Timed(compilation, seconds, np.array(success), jax.device_get(stack_trees(early)))
 
 
-def _agreement(one: Timed, other: Timed) -> dict[str, Any]:
-    """Say how near two ways come to each other: early parameters and success, and the seeds' success at the end."""
-    apart = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), one.early, other.early)
-    ends = [timed.success[:, -5:].mean(axis=1) for timed in (one, other)]
+def _agreement(first: Timed, second: Timed) -> dict[str, Any]:
+    """Agreement of two ways: early parameters and success rates, and the distribution of success rates at the end."""
+    distances = jax.tree.map(lambda x, y: float(np.abs(x - y).max()), first.early, second.early)
+    ends = [timed.success[:, -5:].mean(axis=1) for timed in (first, second)]
     low, high = interval(probability_of_improvement, *ends)
     return {
-        "params_apart": max(jax.tree.leaves(apart)),
-        "early_equal": bool((one.success[:, :FIRST] == other.success[:, :FIRST]).all()),
+        "params_apart": max(jax.tree.leaves(distances)),
+        "early_equal": bool((first.success[:, :FIRST] == second.success[:, :FIRST]).all()),
         "ends": [float(end.mean()) for end in ends],
         "beats": probability_of_improvement(*ends),
         "beats_low": low,
@@ -102,30 +104,37 @@ def _agreement(one: Timed, other: Timed) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Time every way, hold each against the first."""
+    """Time every way, and compare each with the first."""
     seeds, updates = _SEEDS.value, _UPDATES.value
     progress = Progress(updates)
     study = STUDIES["credit"]()
     (env, world), *_ = study.worlds.items()
     config = study_config(study, env, {"updates": updates})
-    begun = begin_all(config, world, range(seeds), each=partial(over_seeds, lanes=1), progress=progress)
-    parts = study_arms.parts_of(Arm(), config, world, updates=1, tasks=1)
-    runs = jax.jit(over_runs(parts.begin))(begun)
-    spread = pure.open(replace(config, mesh=None), env=parts.setup.env)
-    three = loop.three_programs(spread.iteration)
-    step = loop.one_program(parts.setup.iteration)
-    ways: dict[str, Callable[[], Timed]] = {
-        "alone": lambda: _alone(three, runs, updates),
+    planners = warm_start_seeds(
+        config, world, range(seeds), map_seeds=partial(map_over_seeds, lanes=1), progress=progress
+    )
+    parts = study_arms.build_arm(Arm(), config, world, updates=1, tasks=1)
+    runs = jax.jit(map_runs(parts.begin))(planners)
+    setup = pure.build(replace(config, mesh=None), env=parts.setup.env)
+    split_step = loop.split_step(setup.iteration)
+    step = loop.fused_step(parts.setup.iteration)
+    methods: dict[str, Callable[[], Timed]] = {
+        "alone": lambda: _alone(split_step, runs, updates),
         "alone, one program": lambda: _alone(jax.jit(step), runs, updates),
     }
     for lanes in whole_numbers(_LANES):
-        ways[f"together, {lanes} vmapped"] = lambda lanes=lanes: _together(step, runs, updates, lanes)
-    done = {name: ways[name]() for name in with_progress("way", list(ways))}
-    base = done["alone"]
+        methods[f"together, {lanes} vmapped"] = lambda lanes=lanes: _together(step, runs, updates, lanes)
+    results = {name: methods[name]() for name in with_progress("way", list(methods))}
+    base = results["alone"]
     rows = [
-        {"way": name, "compilation": way.compilation, "seconds": way.seconds, "ratio": way.seconds / base.seconds}
-        | _agreement(way, base)
-        for name, way in done.items()
+        {
+            "way": name,
+            "compilation": result.compilation,
+            "seconds": result.seconds,
+            "ratio": result.seconds / base.seconds,
+        }
+        | _agreement(result, base)
+        for name, result in results.items()
     ]
     shown = ("way", "compilation", "seconds", "ratio", "params_apart", "beats", "beats_low", "beats_high")
     show_lines([{n: significant(row[n]) if isinstance(row[n], float) else row[n] for n in shown} for row in rows])
@@ -133,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, cpu_devices=launch.cores())
+    app.run(main, cpu_devices=launch.num_cores())

@@ -1,6 +1,6 @@
-"""An agent that does nothing but ask and wait, to measure with: its tool takes WAITING_SECONDS, its answer is times.
+"""An agent for measurements: it sends requests and waits WAITING_SECONDS for its tool; its answer is the latencies.
 
-It asks WAITING_TURNS times, in one conversation, for WAITING_TOKENS tokens each.
+It makes WAITING_TURNS requests in one conversation, for WAITING_TOKENS tokens each.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ TURNS, TOKENS = (
 
 
 async def waiting_agent(task: Any, base_url: str) -> str:
-    """Ask, wait, and ask again; return the seconds of each answer."""
+    """Send requests with waits in between -> the seconds of each response, as JSON."""
     messages, times = [{"role": "user", "content": task.query}], []
-    # One client each: a pool goes through all of its connections for every request.
+    # One client per agent: a pool scans all of its connections for every request.
     async with httpx.AsyncClient(timeout=600, trust_env=False, verify=False) as connection:
         for _ in range(TURNS):
-            began = time.perf_counter()
+            start = time.perf_counter()
             body = {"messages": messages, "max_tokens": TOKENS}
             answer = await connection.post(f"{base_url}/chat/completions", json=body)
             message = answer.json()["choices"][0]["message"]
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - start)
             await asyncio.sleep(SECONDS)
             messages += [message, {"role": "user", "content": "the tool says: go on"}]
     return json.dumps(times)

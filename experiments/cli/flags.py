@@ -1,102 +1,134 @@
-"""Flags of a recipe: one for each setting of its Config, and those of how a run goes on.
+"""Flags of a recipe: one for each setting of its Config, and those for checkpoints and resuming.
 
-define_config(Config)                    flags, by the fields of a Config
-preset(**given(Config))                  values of those that were given, by their names
-define_run("runs/NAME-SEED")             --workdir, --resume, --checkpoint_every, --stop_after, --loggers
-folder, options = chosen_run("runs/...") for `train(config, folder, **options)`
+define_config(Config)                     one flag for each field of a Config
+preset(**given_settings(Config))          the values of the flags that were given, by setting
+define_run("runs/NAME-SEED")              --workdir, --resume, --checkpoint_every, --stop_after, --loggers
+folder, options = run_options("runs/...") for `train(config, folder, **options)`
 """
 
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from absl import flags
 
 from flowgrpo.report.sinks import TENSORBOARD, check_sinks
-from flowgrpo.run.config import RunConfig, kind_of, setting_infos
-from flowgrpo.run.time_budget import ENDLESS, TimeBudget, time_budget
+from flowgrpo.run.config import RunConfig, setting_infos, setting_type
+from flowgrpo.run.time_budget import UNLIMITED, TimeBudget, time_budget
 
 from .help import flag_heading, show_defaults
 
 _STARTED = time.monotonic()  # of the command, before its heavy imports
+_RENAMED: dict[str, str] = {}  # earlier name of a flag -> its name
 
-flags.disclaim_key_flags()  # what is defined here belongs to the command that runs, so that its --help lists it
+flags.disclaim_key_flags()  # flags that are defined here belong to the command that runs, so that its --help lists them
 
 
 def define_config(config: type[RunConfig]) -> None:
-    """Define a flag for each setting that has a heading; one that is not given is left to the preset."""
-    for one in fields(config):
-        own = setting_infos(config)[one.name]
-        if own.heading is None:
+    """Define a flag for each setting that has a heading. The preset decides about flags that are not given.
+
+    A flag with an earlier name is an alias that --help does not list.
+    """
+    infos = setting_infos(config)
+    for declared in fields(config):
+        name, info = declared.name, infos[declared.name]
+        if info.heading is None:
             continue
-        flag_heading(own.heading)
-        words = own.help
-        kind, _ = kind_of(config, one)
-        if own.choices:
-            flags.DEFINE_enum(one.name, None, list(own.choices), words)
+        flag_heading(info.heading)
+        kind, _ = setting_type(config, declared)
+        if info.choices:
+            flags.DEFINE_enum(name, None, list(info.choices), info.description)
         elif kind is tuple:
-            (flags.DEFINE_multi_string if own.repeated else flags.DEFINE_list)(one.name, None, words)
+            (flags.DEFINE_multi_string if info.repeated else flags.DEFINE_list)(name, None, info.description)
         elif kind is bool:
-            flags.DEFINE_bool(one.name, None, words)
+            flags.DEFINE_bool(name, None, info.description)
         elif kind is int:
-            low, high = (None if x is None else int(x) for x in (own.at_least, own.at_most))
-            flags.DEFINE_integer(one.name, None, words, lower_bound=low, upper_bound=high)
+            low, high = (None if bound is None else int(bound) for bound in (info.at_least, info.at_most))
+            flags.DEFINE_integer(name, None, info.description, lower_bound=low, upper_bound=high)
         elif kind is float:
-            flags.DEFINE_float(one.name, None, words, lower_bound=own.at_least, upper_bound=own.at_most)
+            flags.DEFINE_float(name, None, info.description, lower_bound=info.at_least, upper_bound=info.at_most)
         else:
-            flags.DEFINE_string(one.name, None, words)
-    show_defaults(lambda: config.defaults(given(config)))
+            flags.DEFINE_string(name, None, info.description)
+        if info.was is not None:
+            flags.DEFINE_alias(info.was, name, module_name="renamed")
+            _RENAMED[info.was] = name
+    show_defaults(lambda: config.defaults(given_settings(config)))
 
 
-def given(config: type[RunConfig]) -> dict[str, Any]:
-    """The settings whose flags were given, by their names."""
-    values = {one.name: flags.FLAGS[one.name].value for one in fields(config) if one.name in flags.FLAGS}
+def report_renamed() -> None:
+    """Print one line to stderr for each flag that was given by its earlier name."""
+    for old, new in _RENAMED.items():
+        if flags.FLAGS[old].present:
+            print(f"--{old} is now called --{new}", file=sys.stderr)
+
+
+def given_settings(config: type[RunConfig]) -> dict[str, Any]:
+    """The settings whose flags were given, by name."""
+    values = {name: flags.FLAGS[name].value for name in setting_infos(config) if name in flags.FLAGS}
     return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items() if x is not None}
 
 
-def define_run(workdir: str, *, every: int = 10, what: str = "Updates") -> None:
-    """Define the flags of how a run goes on; `workdir` says where it lies by default."""
+def define_run(workdir: str, *, every: int = 10, unit: str = "updates") -> None:
+    """Define the flags for the run's folder, its checkpoints and its loggers.
+
+    Args:
+        workdir: the default folder, as --help shows it.
+        every: default interval of validations and checkpoints, in `unit`.
+        unit: what --checkpoint_every counts.
+    """
     flag_heading("Files and resuming")
-    flags.DEFINE_string("workdir", None, f"Where results lie; {workdir} by default.")
-    flags.DEFINE_bool("resume", True, "Go on with what is in the work directory; --noresume begins again.")
-    words = f"{what} between validations and checkpoints."
-    flags.DEFINE_integer("checkpoint_every", every, words, lower_bound=1)
+    flags.DEFINE_string("workdir", None, f"Folder of the run; {workdir} by default.")
+    flags.DEFINE_bool("resume", True, "Resume the run in the work directory; --noresume deletes it and starts again.")
+    flags.DEFINE_integer(
+        "checkpoint_every", every, f"Number of {unit} between validations and checkpoints.", lower_bound=1
+    )
     define_stop_after()
     flags.DEFINE_list(
-        "loggers", [TENSORBOARD], "Where figures go, too, by commas: tensorboard, wandb, trackio; or none."
+        "loggers", [TENSORBOARD], "Loggers for metrics, separated by commas: tensorboard, wandb, trackio; or none."
     )
 
 
 def define_stop_after() -> None:
-    """Define the flag of a time budget."""
+    """Define --stop_after, the time budget."""
     flags.DEFINE_string(
         "stop_after",
         None,
-        "Time from the start of the command, such as 8h50m, 45m or 90s, after which what is under way is finished and "
-        "saved, and the command ends with status 0; the same command goes on.",
+        "Time budget from the start of the command, such as 8h50m, 45m or 90s: the current update is finished and "
+        "saved, and the command exits with status 0; the same command resumes.",
     )
 
 
 def stop_after() -> TimeBudget:
-    """The time budget that --stop_after gives, from the start of the command."""
-    words = flags.FLAGS["stop_after"].value
-    return ENDLESS if words is None else time_budget(words, began=_STARTED, of="--stop_after")
+    """The time budget of --stop_after, counted from the start of the command."""
+    text = flags.FLAGS["stop_after"].value
+    return UNLIMITED if text is None else time_budget(text, started=_STARTED, source="--stop_after")
 
 
-def chosen_run(workdir: str) -> tuple[Path, dict[str, Any]]:
-    """The work directory, and the options of `train` that the flags choose."""
+class RunOptions(TypedDict):
+    """Keyword arguments of a recipe's `train`."""
+
+    every: int
+    resume: bool
+    loggers: Sequence[str]
+    budget: TimeBudget
+
+
+def run_options(workdir: str) -> tuple[Path, RunOptions]:
+    """The folder of the run, and the arguments of `train` that flags choose; `workdir` is the default folder."""
     values = flags.FLAGS
-    options = {
-        "every": values["checkpoint_every"].value,
-        "resume": values["resume"].value,
-        "loggers": chosen_loggers(),
-        "budget": stop_after(),
-    }
+    options = RunOptions(
+        every=values["checkpoint_every"].value or 1,
+        resume=bool(values["resume"].value),
+        loggers=chosen_sinks(),
+        budget=stop_after(),
+    )
     return Path(values["workdir"].value or workdir), options
 
 
-def chosen_loggers() -> tuple[str, ...]:
-    """Read the names that --loggers gives, checked before anything is trained; () for `none`."""
+def chosen_sinks() -> tuple[str, ...]:
+    """The loggers that --loggers names, checked before training starts; () for `none`."""
     names = [name.strip() for name in flags.FLAGS["loggers"].value or () if name.strip()]
     return () if names == ["none"] else check_sinks(names)

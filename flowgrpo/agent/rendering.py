@@ -1,10 +1,11 @@
-"""Render a state as the tokens that its role is shown: the context afresh each turn, or one that appends.
+"""Render a state as the prompt of a role: a fresh context in each turn, or one that grows.
 
-    fresh(frame, state, role)      -> (state, Said): the whole prompt, a sequence of its own
-    appending(frame, state, role)  -> (state, Said): the first prompt, later only what stands after the last action
+    fresh_context(settings, state, role)    -> (state, HostObservation): the whole prompt, a context of its own
+    growing_context(settings, state, role)  -> (state, HostObservation): the first prompt, then only what follows the
+                                               last action
 
-Both answer None for `Said` where even an empty memory leaves the prompt too long. Whatever data spells, it is text: all
-added tokens are broken up in messages, also those like <think> that a tokenizer does not mark as special.
+Both return None as the observation if the prompt is too long even with an empty memory. Data is always text: all added
+tokens are broken up in messages, even those like <think> that a tokenizer doesn't mark as special.
 """
 
 from collections.abc import Callable
@@ -12,83 +13,93 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from flowgrpo.agent.roles import Role
-from flowgrpo.agent.state import AgentState, Memory, render
-from flowgrpo.contracts import Said
+from flowgrpo.agent.state import AgentState, Memory, render_memory
+from flowgrpo.contracts import HostObservation
 from flowgrpo.data.tokenizer import (
+    ChatTokenizer,
     Conversation,
     Messages,
-    Text,
     add_messages,
     encode_marked,
     mark,
-    start,
-    write_plainly,
+    start_conversation,
+    tokenize_safely,
 )
 
 Tokens = tuple[int, ...]
 
 
-class Frame(NamedTuple):
+class PromptSettings(NamedTuple):
     """Settings that all prompts share."""
 
-    text: Text  # guarded
+    tokenizer: ChatTokenizer  # guarded
     memory_tokens: int
 
     def count(self, string: str) -> int:
-        """Tokens of `string` as it will stand in a message."""
-        return len(encode_marked(self.text, mark(self.text, string)))
+        """Number of tokens of `string` within a message."""
+        return len(encode_marked(self.tokenizer, mark(self.tokenizer, string)))
 
 
-Rendering = Callable[[Frame, AgentState, Role], tuple[AgentState, Said | None]]
+Rendering = Callable[[PromptSettings, AgentState, Role], tuple[AgentState, HostObservation | None]]
 
 
-def fresh(frame: Frame, state: AgentState, role: Role) -> tuple[AgentState, Said | None]:
-    """The prompt of this turn alone."""
-    tokens = _fit(frame, role, state.memory, state.budget.tokens, lambda seen: _first(frame, state, role, seen))
-    return state, None if tokens is None else Said(tokens, appends=False)
+def fresh_context(settings: PromptSettings, state: AgentState, role: Role) -> tuple[AgentState, HostObservation | None]:
+    """The whole prompt of this turn, with the whole memory."""
+
+    def write(memory: str) -> Tokens:
+        return encode_prompt(settings.tokenizer, role.prompt(state, memory))
+
+    tokens = _fit_memory(settings, role, state.memory, state.budget.tokens, write)
+    return state, None if tokens is None else HostObservation(tokens, extends_context=False)
 
 
-def appending(frame: Frame, state: AgentState, role: Role) -> tuple[AgentState, Said | None]:
-    """The prompt of the first turn; then the records that are new, after all that was said."""
-    talk, memory = state.conversation or Conversation((), ()), state.memory.since(state.shown)
+def growing_context(
+    settings: PromptSettings, state: AgentState, role: Role
+) -> tuple[AgentState, HostObservation | None]:
+    """The whole prompt in the first turn; then the new records, appended to the conversation."""
+    conversation = state.conversation or Conversation((), ())
 
-    def write(seen: str) -> Tokens:
-        begins = state.conversation is None
-        return _first(frame, state, role, seen) if begins else _next(frame, state, role, talk, seen)
+    def write(memory: str) -> Tokens:
+        if state.conversation is None:
+            return encode_prompt(settings.tokenizer, role.prompt(state, memory))
+        # From the last token and the new messages alone; an action without a token is closed like one that was cut.
+        last_token = conversation.tokens[-1] if conversation.chosen[-1] else settings.tokenizer.pad_id
+        last = Conversation((last_token,), (True,))
+        return tokenize_safely(
+            settings.tokenizer,
+            role.follow_up(state, memory),
+            lambda tokenizer, messages: add_messages(tokenizer, last, messages).tokens[1:],
+        )
 
-    tokens = _fit(frame, role, memory, state.budget.tokens, write)
+    tokens = _fit_memory(settings, role, state.memory.since(state.shown), state.budget.tokens, write)
     if tokens is None:
         return state, None
-    budget = state.budget._replace(tokens=state.budget.tokens - len(tokens))
-    talk, shown = talk.extend(tokens, chosen=False), len(state.memory.records)
-    return replace(state, conversation=talk, shown=shown, budget=budget), Said(tokens)
+    state = replace(
+        state,
+        conversation=conversation.extend(tokens, chosen=False),
+        shown=len(state.memory.records),
+        budget=state.budget._replace(tokens=state.budget.tokens - len(tokens)),
+    )
+    return state, HostObservation(tokens)
 
 
-def first_tokens(text: Text, messages: Messages) -> Tokens:
-    """The first prompt, in which data spells no control token; `text` is guarded."""
-    return write_plainly(text, messages, lambda text, messages: start(text, messages).tokens)
+def encode_prompt(tokenizer: ChatTokenizer, messages: Messages) -> Tokens:
+    """Tokens of a conversation's first messages, in which data has no control token; `tokenizer` is guarded."""
+    return tokenize_safely(
+        tokenizer, messages, lambda tokenizer, messages: start_conversation(tokenizer, messages).tokens
+    )
 
 
-def _first(frame: Frame, state: AgentState, role: Role, seen: str) -> Tokens:
-    return first_tokens(frame.text, role.prompt(state, seen))
-
-
-def _next(frame: Frame, state: AgentState, role: Role, talk: Conversation, seen: str) -> Tokens:
-    """Render the tokens between the last action and the next one, from the last token and the messages alone."""
-    # An action without a token is closed as one that was cut.
-    last = Conversation((talk.tokens[-1] if talk.chosen[-1] else frame.text.pad_id,), (True,))
-    messages = role.follow(state, seen)
-    return write_plainly(frame.text, messages, lambda text, messages: add_messages(text, last, messages).tokens[1:])
-
-
-def _fit(frame: Frame, role: Role, memory: Memory, limit: int, write: Callable[[str], Tokens]) -> Tokens | None:
-    """Write the prompt with as much memory as `limit` tokens leave room for; None where it is too long without any."""
-    budget = frame.memory_tokens
+def _fit_memory(
+    settings: PromptSettings, role: Role, memory: Memory, limit: int, write: Callable[[str], Tokens]
+) -> Tokens | None:
+    """The prompt with as much memory as fits `limit` tokens; None if it is too long without any."""
+    budget = settings.memory_tokens
     while True:
-        seen = render(memory, budget=budget, count=frame.count, write_record=role.line)
-        tokens = write(seen)
+        text = render_memory(memory, budget=budget, count=settings.count, write_record=role.write_record)
+        tokens = write(text)
         if len(tokens) <= limit:
             return tokens
-        if not seen:
+        if not text:
             return None
-        budget = min(budget, frame.count(seen)) - (len(tokens) - limit)
+        budget = min(budget, settings.count(text)) - (len(tokens) - limit)

@@ -1,16 +1,16 @@
-"""Hold the state of one trajectory of the agent system, an immutable value that can be saved, forked and replayed (A2).
+"""State of one trajectory of the agent system: an immutable value that can be saved, forked and replayed (A2).
 
-    (q, K, M, turn, budget), what the roles said last, which role is to speak, and how it ended
+    (q, K, M, turn, budget), the last values of the roles, the role that speaks next, and how the trajectory ended
     to_json: AgentState -> JSON object;   from_json: JSON object -> the same AgentState
 
-Its memory M holds records of what the agent did and saw; `render` shows them within a budget of tokens:
+The memory M has a record of every action and its observation; `render_memory` writes them within a budget of tokens:
 
     1. calculator("2*3") -> "6"
     2. "look it up": search("boiling point of water") -> "100 C" [continue: "the question asks for Fahrenheit"]
     3. add({"a": 2}) -> error: "b is missing"
 
-Whatever a model or a tool said is JSON, so it ends where it says, and nothing in it passes for a word of ours. Two
-memories that differ never give the same text, unless something is left out: `...` outside of quotation marks.
+Everything that a model or a tool wrote is JSON, so that it can't pass for syntax of ours. Two memories that differ
+never give the same text, unless something is left out: `...` outside of quotation marks.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,16 +24,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flowgrpo.data.tokenizer import Conversation, as_json
-from flowgrpo.types import BadInput, Status
+from flowgrpo.data.tokenizer import Conversation, to_json_line
+from flowgrpo.types import JSON, BadInput, Status
 
-Count = Callable[[str], int]  # tokens of a text
+CountTokens = Callable[[str], int]  # number of tokens of a text
 ANSWER = "answer"  # the planner's pseudo tool that ends the episode
 ANALYST, PLANNER, EXECUTOR, VERIFIER, GENERATOR, DONE = "analyst", "planner", "executor", "verifier", "generator", ""
-LONGEST_TOKEN = 16  # characters that one token of a budget stands for, before anything is counted
+MAX_TOKEN_CHARS = 16  # characters that a token of a budget allows for, before any tokens are counted
 LEFT_OUT = "..."
-LEAST_FIELD = 8  # tokens of a field that is cut
-WHOLE, BRIEF, BARE = range(3)  # how much of a record is shown
+MIN_FIELD_TOKENS = 8  # of a field that is cut
+WHOLE, BRIEF, BARE, ABSENT = range(4)  # how much of a record is written
 
 
 # Values -----------------------------------------------------------------------------------------------
@@ -41,12 +41,12 @@ WHOLE, BRIEF, BARE = range(3)  # how much of a record is shown
 
 @dataclass(frozen=True)
 class MemoryRecord:
-    """Action and outcome of one turn. `tool` is "" where the action could not be read."""
+    """Action and observation of one turn. `tool` is "" if the action could not be parsed."""
 
     turn: int  # from 1 on
     sub_goal: str
     tool: str
-    command: str | Mapping[str, Any]  # its arguments: the text where they are one, else a JSON object
+    command: str | Mapping[str, JSON]  # its arguments: the text if there is one only, else a JSON object
     observation: str
     error: bool = False
     stop: bool = False  # the verifier's decision after it
@@ -60,10 +60,10 @@ class Memory:
     records: tuple[MemoryRecord, ...] = ()
 
     def add(self, record: MemoryRecord) -> "Memory":
-        """This memory with `record` after the others."""
+        """This memory with one more record."""
         return Memory((*self.records, record))
 
-    def judged(self, stop: bool, reason: str) -> "Memory":
+    def with_verdict(self, stop: bool, reason: str) -> "Memory":
         """This memory with the verifier's decision on its newest record."""
         return Memory((*self.records[:-1], replace(self.records[-1], stop=stop, reason=reason)))
 
@@ -73,7 +73,7 @@ class Memory:
 
 
 class PlannerChoice(NamedTuple):
-    """Choice of the planner in one turn."""
+    """The planner's action in one turn."""
 
     sub_goal: str
     tool: str
@@ -88,7 +88,7 @@ class Verdict(NamedTuple):
 
 
 class Malformed(NamedTuple):
-    """Stand-in for a role's value where its words could not be read, with the reason."""
+    """Replaces a role's value if its text could not be parsed, with the reason."""
 
     reason: str
 
@@ -101,7 +101,7 @@ class Budget(NamedTuple):
 
 
 class Lapse(NamedTuple):
-    """A role that is not trained said something that could not be read; the trajectory went on."""
+    """Text of an untrained role that could not be parsed; the trajectory continued."""
 
     role: str
     reason: str
@@ -109,11 +109,11 @@ class Lapse(NamedTuple):
 
 @dataclass(frozen=True)
 class AgentState:
-    """One trajectory so far. `stage` is the role that is to speak next, "" where the episode is over."""
+    """One trajectory so far. `stage` is the role that speaks next, "" once the episode is over."""
 
     task_id: str
     query: str
-    schemas: tuple[Mapping[str, Any], ...]  # of the toolset K
+    schemas: tuple[Mapping[str, JSON], ...]  # of the toolset K
     budget: Budget
     stage: str
     seed: tuple[int, ...] = ()  # from the trajectory's key
@@ -123,61 +123,61 @@ class AgentState:
     plan: PlannerChoice | None = None
     output: str | None = None  # the generator's
     status: Status = Status.FINISHED  # how it ended, or is about to
-    reason: str = ""  # why, where it did not end by itself
-    called: str = ""  # the tool that ran since the last action
-    error: bool = False  # that action could not be read, or its call gave an error
-    conversation: Conversation | None = None  # where the context appends
-    shown: int = 0  # records that stand in the conversation
-    actors: tuple[tuple[str, int], ...] = ()  # of each action: who spoke, and in which turn of the planner
+    reason: str = ""  # why, if it did not end by itself
+    called: str = ""  # the tool that was called since the last action
+    error: bool = False  # that action could not be parsed, or its call gave an error
+    conversation: Conversation | None = None  # if the context grows
+    shown: int = 0  # number of records that are in the conversation
+    actors: tuple[tuple[str, int], ...] = ()  # of each action: the role, and the turn of the planner
     lapses: tuple[Lapse, ...] = ()
 
 
-# Of a state -------------------------------------------------------------------------------------------
+# Identity and JSON --------------------------------------------------------------------------------------
 
 
 def anchor(state: AgentState) -> int:
-    """31 bits that are equal where query, memory and who is to speak on what are; the number of the turn is no part."""
+    """31 bits that are equal for equal query, memory, next role and plan; the number of the turn doesn't matter."""
     records = [[getattr(record, f.name) for f in fields(record) if f.name != "turn"] for record in state.memory.records]
-    seen = [state.query, state.analysis, records, state.stage, state.plan]
-    return small_digest(dumps(seen))
+    return digest31(dumps([state.query, state.analysis, records, state.stage, state.plan]))
 
 
-def small_digest(words: str) -> int:
+def digest31(text: str) -> int:
     """31 bits of a text, which every server takes as a seed."""
-    return int.from_bytes(blake2b(words.encode(), digest_size=4).digest(), "little") & 0x7FFFFFFF
+    return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "little") & 0x7FFFFFFF
 
 
-def seed_of(key: Any) -> tuple[int, ...]:
+def to_seed(key: Any) -> tuple[int, ...]:
     """The integers of a trajectory's key: a key of JAX, its data, an integer, or integers."""
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.key_data(key)
-    found_s = np.asarray(key)
-    if found_s.dtype.kind not in "iu":
+    seed_s = np.asarray(key)
+    if seed_s.dtype.kind not in "iu":
         raise BadInput(f"the key of a trajectory must be a key of JAX or integers, not {key!r:.80}")
-    return tuple(int(i) for i in found_s.ravel())
+    return tuple(int(i) for i in seed_s.ravel())
 
 
-def to_json(state: AgentState) -> dict[str, Any]:
+def to_json(state: AgentState) -> dict[str, JSON]:
     """The state as a JSON object."""
-    value = {item.name: getattr(state, item.name) for item in fields(state)}
-    talk = state.conversation
-    return value | {
+    conversation = state.conversation
+    return {field.name: getattr(state, field.name) for field in fields(state)} | {
         "schemas": [dict(schema) for schema in state.schemas],
         "budget": list(state.budget),
         "seed": list(state.seed),
         "memory": [vars(record) for record in state.memory.records],
         "plan": None if state.plan is None else list(state.plan),
         "status": state.status.name,
-        "conversation": None if talk is None else {"tokens": list(talk.tokens), "chosen": list(talk.chosen)},
+        "conversation": None
+        if conversation is None
+        else {"tokens": list(conversation.tokens), "chosen": list(conversation.chosen)},
         "actors": [list(actor) for actor in state.actors],
         "lapses": [list(lapse) for lapse in state.lapses],
     }
 
 
-def from_json(value: Mapping[str, Any]) -> AgentState:
+def from_json(value: Mapping[str, JSON]) -> AgentState:
     """The state that `to_json` wrote."""
     try:
-        talk, plan = value["conversation"], value["plan"]
+        conversation, plan = value["conversation"], value["plan"]
         return replace(
             AgentState(**value),
             schemas=tuple(value["schemas"]),
@@ -186,7 +186,9 @@ def from_json(value: Mapping[str, Any]) -> AgentState:
             memory=Memory(tuple(MemoryRecord(**record) for record in value["memory"])),
             plan=None if plan is None else PlannerChoice(*plan),
             status=Status[value["status"]],
-            conversation=None if talk is None else Conversation(tuple(talk["tokens"]), tuple(talk["chosen"])),
+            conversation=None
+            if conversation is None
+            else Conversation(tuple(conversation["tokens"]), tuple(conversation["chosen"])),
             actors=tuple((name, turn) for name, turn in value["actors"]),
             lapses=tuple(Lapse(*lapse) for lapse in value["lapses"]),
         )
@@ -197,107 +199,112 @@ def from_json(value: Mapping[str, Any]) -> AgentState:
 # Memory as text ---------------------------------------------------------------------------------------
 
 
-def render(
-    memory: Memory, *, budget: int, count: Count, each: int | None = None, write_record: "Line | None" = None
-) -> str:
-    """The records as text of at most `budget` tokens, as `count` counts them; each as `write_record` writes it.
+class RecordWriter(Protocol):
+    """Writes a record, with as much of it as `level` says; `sizes` are tokens of a field, whole and brief."""
 
-    No field of a record (its observation, its command, …) takes more than `each` tokens, by default half of the
-    budget: its middle is left out, and a mark says how many characters. Where the whole is still too long, as many of
-    these steps are taken as it needs, each from the oldest record to the second newest: fields keep an eighth of
-    `each`; the observation goes; the record goes, and one line at the top says how many did. The newest record takes
-    the same steps after all others. Where not even that line fits, the text is empty.
-    """
-    each = max(budget // 2 if each is None else min(each, budget), LEAST_FIELD)
-    line = partial(write_record or record_line, sizes=(each, max(each // 8, LEAST_FIELD)), count=count)
-    lines: dict[tuple[int, int], str] = {}
-    steps, found = _steps(len(memory.records)), ""
-    too_long, fits = -1, len(steps)  # the step before the first does not fit; the one after the last, "", does
-    while fits - too_long > 1:
-        step = (too_long + fits) // 2 if too_long >= 0 else 0  # most often all fits
-        for place in enumerate(steps[step]):
-            if place[1] <= BARE and place not in lines:
-                lines[place] = line(memory.records[place[0]], place[1])
-        text = _joined(steps[step], lines)
-        if len(text) <= budget * LONGEST_TOKEN and count(text) <= budget:
-            fits, found = step, text
-        else:
-            too_long = step
-    return found
-
-
-def _steps(records: int) -> list[tuple[int, ...]]:
-    """Say how much of each record is shown, step by step; BARE + 1 is a record that is left out."""
-    levels = [WHOLE] * records
-    steps = [tuple(levels)]
-    for places in (range(records - 1), range(max(records - 1, 0), records)):
-        for level in (BRIEF, BARE, BARE + 1):
-            for place in places:
-                levels[place] = level
-                steps.append(tuple(levels))
-    return steps
-
-
-def _joined(levels: tuple[int, ...], lines: dict[tuple[int, int], str]) -> str:
-    """The lines of the records that are shown, below how many are not."""
-    shown = [lines[place] for place in enumerate(levels) if place[1] <= BARE]
-    gone = len(levels) - len(shown)
-    return "\n".join([f"({gone} earlier left out)"] * (gone > 0) + shown)
-
-
-class Line(Protocol):
-    """A way to write a record with as much of it as its level shows; `sizes` are tokens of a field, whole and cut."""
-
-    def __call__(self, record: MemoryRecord, level: int, *, sizes: tuple[int, int], count: Count) -> str:
+    def __call__(self, record: MemoryRecord, level: int, *, sizes: tuple[int, int], count: CountTokens) -> str:
         """The record as text."""
         ...
 
 
-def record_line(record: MemoryRecord, level: int, *, sizes: tuple[int, int], count: Count) -> str:
+def render_memory(
+    memory: Memory,
+    *,
+    budget: int,
+    count: CountTokens,
+    max_field_tokens: int | None = None,
+    write_record: RecordWriter | None = None,
+) -> str:
+    """The records as text of at most `budget` tokens; "" if nothing fits.
+
+    If the whole is too long, as many of these steps are taken as it needs, each from the oldest record to the second
+    newest: fields keep an eighth of `max_field_tokens`; the observation is left out; the record is left out, and one
+    line at the top says how many are. The newest record takes the same steps after all others.
+
+    Args:
+        memory: the records.
+        budget: maximal number of tokens.
+        count: number of tokens of a text.
+        max_field_tokens: of a field of a record (its observation, its command, ...), whose middle is left out if it has
+            more, with a mark of how many characters. By default half of the budget.
+        write_record: writes a record; by default as a line of JSON texts.
+    """
+    whole = max(budget // 2 if max_field_tokens is None else min(max_field_tokens, budget), MIN_FIELD_TOKENS)
+    sizes = (whole, max(whole // 8, MIN_FIELD_TOKENS))
+    write = partial(write_record or record_line, sizes=sizes, count=count)
+    num_records = len(memory.records)
+    levels = [WHOLE] * num_records
+    steps = [tuple(levels)]  # the level of each record, step by step
+    for indices in (range(num_records - 1), range(max(num_records - 1, 0), num_records)):
+        for level in (BRIEF, BARE, ABSENT):
+            for index in indices:
+                levels[index] = level
+                steps.append(tuple(levels))
+
+    # Bisection: `too_long` doesn't fit (-1: before the first step), `fits` does (the one after the last is "").
+    lines: dict[tuple[int, int], str] = {}  # by (index, level)
+    too_long, fits, fitting_text = -1, len(steps), ""
+    while fits - too_long > 1:
+        step = (too_long + fits) // 2 if too_long >= 0 else 0  # most often everything fits
+        written = [(index, level) for index, level in enumerate(steps[step]) if level != ABSENT]
+        for index, level in written:
+            if (index, level) not in lines:
+                lines[index, level] = write(memory.records[index], level)
+        num_absent = num_records - len(written)
+        text = "\n".join([f"({num_absent} earlier left out)"] * (num_absent > 0) + [lines[key] for key in written])
+        if len(text) <= budget * MAX_TOKEN_CHARS and count(text) <= budget:
+            fits, fitting_text = step, text
+        else:
+            too_long = step
+    return fitting_text
+
+
+def record_line(record: MemoryRecord, level: int, *, sizes: tuple[int, int], count: CountTokens) -> str:
     """A record as a line of JSON texts: `2. "look it up": search("boiling point") -> "100 C"`."""
-    field = partial(_field, size=sizes[min(level, BRIEF)], count=count)
-    head = f"{record.turn}. " + (f"{field(record.sub_goal)}: " if record.sub_goal else "")
-    called = f"{record.tool}({field(record.command)}) -> " if record.tool or record.command != "" else ""
-    seen = field(record.observation)
-    if level == BARE and len(seen) > len(LEFT_OUT):
-        seen = LEFT_OUT
-    return head + called + ("error: " if record.error else "") + seen + _verdict(record, field)
+    write = partial(_field, size=sizes[min(level, BRIEF)], count=count)
+    head = f"{record.turn}. " + (f"{write(record.sub_goal)}: " if record.sub_goal else "")
+    call = f"{record.tool}({write(record.command)}) -> " if record.tool or record.command != "" else ""
+    observation = write(record.observation)
+    if level == BARE and len(observation) > len(LEFT_OUT):
+        observation = LEFT_OUT
+    return head + call + ("error: " if record.error else "") + observation + _verdict(record, write)
 
 
-def observation_line(record: MemoryRecord, level: int, *, sizes: tuple[int, int], count: Count) -> str:
-    """What the tool said, as it stands, for a message of its own in a conversation that has the call."""
+def observation_line(record: MemoryRecord, level: int, *, sizes: tuple[int, int], count: CountTokens) -> str:
+    """The tool's plain text, for a message of its own in a conversation that has the call."""
     size = sizes[min(level, BRIEF)]
-    seen = shorten(record.observation, size, count) if level < BARE else ""
-    if not seen and record.observation:
-        seen = LEFT_OUT
-    return ("error: " if record.error else "") + seen + _verdict(record, partial(_field, size=size, count=count))
+    observation = shorten(record.observation, size, count) if level < BARE else ""
+    if not observation and record.observation:
+        observation = LEFT_OUT
+    verdict = _verdict(record, partial(_field, size=size, count=count))
+    return ("error: " if record.error else "") + observation + verdict
 
 
-def _verdict(record: MemoryRecord, field: Callable[[str], str]) -> str:
+def _verdict(record: MemoryRecord, write: Callable[[str], str]) -> str:
     if not (record.stop or record.reason):
         return ""
-    reason = f": {field(record.reason)}" if record.reason else ""
+    reason = f": {write(record.reason)}" if record.reason else ""
     return f" [{'stop' if record.stop else 'continue'}{reason}]"
 
 
-def _field(value: str | Mapping[str, Any], size: int, count: Count) -> str:
-    """Write a field as JSON of at most `size` tokens, or both of its ends as two texts; no arguments are nothing."""
+def _field(value: str | Mapping[str, JSON], size: int, count: CountTokens) -> str:
+    """A field as JSON of at most `size` tokens, or both of its ends as two texts; "" for no arguments."""
     if not isinstance(value, str):
-        written = as_json(value) if value else ""
+        written = to_json_line(value) if value else ""
         if shorten(written, size, count) == written:
             return written
         value = written
-    return shorten(value, size, count, as_json) or LEFT_OUT
+    return shorten(value, size, count, to_json_line) or LEFT_OUT
 
 
-def shorten(string: str, budget: int, count: Count, write: Callable[[str], str] = str) -> str:
-    """Write `string` in at most `budget` tokens: both ends around a mark where it has more; "" where nothing fits."""
-    if len(string) <= budget * LONGEST_TOKEN and count(whole := write(string)) <= budget:
+def shorten(string: str, budget: int, count: CountTokens, write: Callable[[str], str] = str) -> str:
+    """`write(string)` in at most `budget` tokens: both ends around a mark if it has more; "" if nothing fits."""
+    if len(string) <= budget * MAX_TOKEN_CHARS and count(whole := write(string)) <= budget:
         return whole
-    fits, too_many = -1, min(len(string), budget * LONGEST_TOKEN)
+    fits, too_many = -1, min(len(string), budget * MAX_TOKEN_CHARS)
     start = string[: 2 * max(budget, 1)]
     guess = len(start) * budget // max(count(start), 1)
-    # Of the characters that are kept, `fits` fits (-1: none was found to) and `too_many` does not, to 3 %.
+    # Number of characters to keep: `fits` fits (-1: none known to) and `too_many` does not, to 3 %.
     while too_many - fits > 1 + max(fits, 0) // 32:
         keep = guess if fits < guess < too_many else (fits + too_many) // 2
         tokens = count(_cut(string, keep, write))
@@ -309,6 +316,6 @@ def shorten(string: str, budget: int, count: Count, write: Callable[[str], str] 
 
 
 def _cut(string: str, keep: int, write: Callable[[str], str]) -> str:
-    """Write `keep` characters of both ends, and how many are left out between them."""
+    """`keep` characters of both ends, around the number of those that are left out."""
     head, tail = string[: keep - keep // 2], string[len(string) - keep // 2 :]
     return f"{write(head)} [... {len(string) - keep} characters ...] {write(tail)}"

@@ -1,4 +1,4 @@
-"""Show a trajectory of an agent system as text to read, from its last state and its recorded turns.
+"""The trajectory of an agent system as text to read, from its last state and its recorded turns.
 
 turn 1
   prompt   412 tokens: Question: what is 2*3? [... 800 characters ...] Turns left: 3
@@ -16,21 +16,42 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from flowgrpo.agent.state import AgentState, shorten
-from flowgrpo.data.tokenizer import Text, as_json
+from flowgrpo.data.tokenizer import ChatTokenizer, to_json_line
 from flowgrpo.types import Turn
 
-WIDTH = 9  # of the column that says what a line is
-LONGEST = 2000  # characters of anything that is shown
+NAME_WIDTH = 9  # characters of the first column
+MAX_CHARS = 2000  # of any entry
 
 
-def show_transcript(text: Text, state: AgentState, turns: Sequence[Turn] = (), *, prompt: int = 400) -> str:
-    """The trajectory that ended, or stands, in `state`; of each prompt both ends, `prompt` characters in all."""
+def show_transcript(
+    tokenizer: ChatTokenizer, state: AgentState, turns: Sequence[Turn] = (), *, prompt: int = 400
+) -> str:
+    """The trajectory up to `state`, ended or not; of each prompt both ends, `prompt` characters in all."""
+    actions = list(zip(state.actors, turns, strict=False))
+
+    def lines_of(number: int) -> Iterator[str]:
+        """The lines of one turn of the planner: the actions in it, and their results."""
+        for (role, actor_turn), turn in actions:
+            if actor_turn == number:
+                yield from _action(tokenizer, role, turn, prompt)
+        for record in state.memory.records:
+            if record.turn != number:
+                continue
+            if record.tool:
+                command = record.command if isinstance(record.command, str) else to_json_line(record.command)
+                yield from _entry("call", f"{record.tool}({command})")
+            yield from _entry("error" if record.error else "seen", record.observation)
+            if record.stop or record.reason:
+                verdict = "stop" if record.stop else "continue"
+                yield from _entry("verdict", f"{verdict}: {record.reason}" if record.reason else verdict)
+
     lines = _entry("task", state.task_id) + _entry("query", state.query)
     lines += _entry("analysis", state.analysis) if state.analysis else []
-    spoken = list(zip(state.actors, turns, strict=False))
-    lines += [line for (role, number), turn in spoken if number == 0 for line in _action(text, role, turn, prompt)]
-    for number in range(1, max([state.turn, *(turn for (_, turn), _ in spoken)]) + 1):
-        lines += [f"turn {number}", *(f"  {line}" for line in _turn(text, state, spoken, number, prompt))]
+    for (role, actor_turn), turn in actions:
+        if actor_turn == 0:  # the analyst, before the planner's first turn
+            lines += _action(tokenizer, role, turn, prompt)
+    for number in range(1, max([state.turn, *(turn for (_, turn), _ in actions)]) + 1):
+        lines += [f"turn {number}", *(f"  {line}" for line in lines_of(number))]
     lines += [line for lapse in state.lapses for line in _entry("lapse", f"{lapse.role}: {lapse.reason}")]
     if state.output is not None:
         lines += _entry("output", state.output)
@@ -38,33 +59,16 @@ def show_transcript(text: Text, state: AgentState, turns: Sequence[Turn] = (), *
     return "\n".join(lines + _entry("ended", ended))
 
 
-def _turn(text: Text, state: AgentState, spoken: list, number: int, prompt: int) -> Iterator[str]:
-    """Yield the lines of one turn of the planner: all that was said in it, and what came of it."""
-    for (role, at), turn in spoken:
-        if at == number:
-            yield from _action(text, role, turn, prompt)
-    for record in state.memory.records:
-        if record.turn != number:
-            continue
-        if record.tool:
-            given = record.command if isinstance(record.command, str) else as_json(record.command)
-            yield from _entry("call", f"{record.tool}({given})")
-        yield from _entry("error" if record.error else "seen", record.observation)
-        if record.stop or record.reason:
-            verdict = "stop" if record.stop else "continue"
-            yield from _entry("verdict", f"{verdict}: {record.reason}" if record.reason else verdict)
+def _action(tokenizer: ChatTokenizer, role: str, turn: Turn, prompt_chars: int) -> list[str]:
+    """Both ends of the prompt, and the action's text."""
+    tokens, chosen_l = np.asarray(turn.tokens), np.asarray(turn.chosen, bool)
+    context, action = tokens[~chosen_l].tolist(), tokens[chosen_l].tolist()
+    prompt = shorten(tokenizer.decode(context), prompt_chars, len)
+    text = tokenizer.decode(i for i in action if i < tokenizer.vocab_size)
+    return _entry("prompt", f"{len(context)} tokens: {prompt}") + _entry(role, text)
 
 
-def _action(text: Text, role: str, turn: Turn, prompt: int) -> list[str]:
-    """A prompt's ends, and the role's words."""
-    chosen_l = np.asarray(turn.chosen, bool)
-    said, given = (np.asarray(turn.tokens)[mask_l].tolist() for mask_l in (chosen_l, ~chosen_l))
-    shown = shorten(text.decode(given), prompt, len)
-    words = text.decode(i for i in said if i < text.vocab_size)
-    return _entry("prompt", f"{len(given)} tokens: {shown}") + _entry(role, words)
-
-
-def _entry(name: str, words: str) -> list[str]:
-    """Words beside what they are; their later lines stand below the first."""
-    first, *rest = shorten(words, LONGEST, len).splitlines() or [""]
-    return [f"{name:<{WIDTH}} {first}".rstrip(), *(" " * (WIDTH + 1) + line for line in rest)]
+def _entry(name: str, text: str) -> list[str]:
+    """A name and a text in two columns."""
+    first, *others = shorten(text, MAX_CHARS, len).splitlines() or [""]
+    return [f"{name:<{NAME_WIDTH}} {first}".rstrip(), *(" " * (NAME_WIDTH + 1) + line for line in others)]

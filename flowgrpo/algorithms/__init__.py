@@ -5,14 +5,14 @@
 
 Modules:
 
-    advantage        Compute advantages: from outcomes and rewards to one number per trajectory, turn or token
-    aggregation      Aggregate: give each token that the policy chose its weight in the loss
-    compose          Bind the parts of an algorithm together: a new member of the family is one call of `compose`
-    distillation     Learn from a teacher's word on what the policy itself sampled: one number per token
+    advantage        Advantages: from outcomes and rewards to one number per trajectory, turn or token
+    aggregation      Aggregation: the weight in the loss of each token that the policy chose
+    compose          `compose` binds the parts of an algorithm together; a new member is one call of it
+    distillation     On-policy distillation: a teacher's log-ratio on the policy's own samples
     dpo              DPO on trajectories (Rafailov et al., 2023): `dpo` learns from the best and the worst of each group
-    loss             Compute losses: `token_loss` is a weighted sum over the tokens of a batch
-    options          Options that the members of the family share, checked once when an algorithm is built
-    policy_gradient  Flow-GRPO and its relatives without a critic: each constructor fills in the parts of one sentence
+    loss             Losses: `token_loss` is a weighted sum over the tokens of a batch
+    options          Options that all members of the family share, checked once when an algorithm is built
+    policy_gradient  Flow-GRPO and its relatives without a critic: each constructor fills in the parts of one formula
     ppo              PPO (Schulman et al., 2017) over turns
 """
 
@@ -36,7 +36,7 @@ from flowgrpo.algorithms.aggregation import (
     sequence_sum,
     token_mean,
 )
-from flowgrpo.algorithms.compose import compose, last_turn_only, newest_segment_only
+from flowgrpo.algorithms.compose import Traits, compose, last_turn_only, newest_segment_only
 from flowgrpo.algorithms.distillation import opd, sdpo
 from flowgrpo.algorithms.dpo import Pairs, dpo, dpo_pairs
 from flowgrpo.algorithms.loss import (

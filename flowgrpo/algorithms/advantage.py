@@ -1,11 +1,11 @@
-"""Compute advantages: from outcomes and rewards to one number per trajectory, turn or token.
+"""Advantages: from outcomes and rewards to one number per trajectory, turn or token.
 
 The heart is one line of Flow-GRPO (Li et al., 2025, "In-the-Flow Agentic System Optimization"):
 
     A_i^t = (R_i - mean_k R_k) / (std_k R_k + eps)        the same for every turn t of trajectory i
 
 with statistics over the *trajectories* of a group, once each (F1), an unbiased deviation, zero for a
-group that is constant or has one valid member (F4), and invalid trajectories left out before anything
+group that is constant or has one valid member (F4), and invalid trajectories excluded before anything
 is normalised (F5). A NaN outcome that is declared valid makes its whole group NaN: it is not hidden.
 """
 
@@ -36,7 +36,7 @@ def dense_ids(*keys_m: AnyArray) -> Array:
 
 
 def _int32_key(key_m) -> Array:
-    """A key as int32; host integers that need more bits (hashes) are numbered before they are cut."""
+    """A key as int32; host integers that need more bits (hashes) are numbered first."""
     if isinstance(key_m, jax.Array):
         return key_m
     host_m = np.asarray(key_m)
@@ -44,13 +44,13 @@ def _int32_key(key_m) -> Array:
 
 
 def group_sum(x_m: AnyArray, id_m: AnyArray, mask_m: AnyArray) -> Array:
-    """Sum over the unmasked entries with the same id, given back to each of them. Ids lie in [0, m)."""
+    """Sum over the unmasked entries with the same id, returned for each of them. Ids are in [0, m)."""
     size = len(id_m)
     return jax.ops.segment_sum(masked.fill(x_m, mask_m), id_m, num_segments=size)[id_m]
 
 
 class GroupStatistics(NamedTuple):
-    """Statistics of a group, given to each of its members."""
+    """Statistics of a group, for each of its members."""
 
     count: Array  # valid members
     mean: Array
@@ -116,7 +116,7 @@ def multi_turn_group_advantage(
     *,
     normalize: Normalize = group_zscore,
 ) -> Array:
-    """The outcome of a trajectory, normalised over its group, given to every turn of it -> adv_nt.
+    """The outcome of a trajectory, normalised over its group, for each of its turns -> adv_nt.
 
     A trajectory without a turn takes no part. `normalize` sees each trajectory once, however many
     turns it took.
@@ -150,22 +150,22 @@ def row_group_advantage(
     return adv_m.reshape(turns_nt.shape)
 
 
-def paid_rewards(trajectories: Trajectories, outcome_n: AnyArray) -> Array:
-    """Compute the reward of each turn, so that the turns of a trajectory sum to its outcome -> reward_nt.
+def turn_rewards(trajectories: Trajectories, outcome_n: AnyArray) -> Array:
+    """Reward of each turn, so that the turns of a trajectory sum to its outcome -> reward_nt.
 
-    An environment that pays by turn keeps its payments; what the outcome holds beyond them (all of it,
-    where there is an outcome only) falls to the last turn.
+    Rewards that the environment gave by turn are kept; the rest of the outcome (all of it, if there is an
+    outcome only) is the last turn's.
     """
     acted_nt = trajectories.acted
-    paid_nt = jnp.zeros(acted_nt.shape, jnp.float32)
+    reward_nt = jnp.zeros(acted_nt.shape, jnp.float32)
     if trajectories.by_turn is not None:
-        paid_nt = masked.fill(trajectories.reward, acted_nt & jnp.asarray(trajectories.by_turn)[:, None])
-    rest_n = jnp.asarray(outcome_n) - paid_nt.sum(axis=1)
-    return paid_nt + masked.fill(rest_n[:, None], last_turns(acted_nt))
+        reward_nt = masked.fill(trajectories.reward, acted_nt & jnp.asarray(trajectories.by_turn)[:, None])
+    rest_n = jnp.asarray(outcome_n) - reward_nt.sum(axis=1)
+    return reward_nt + masked.fill(rest_n[:, None], last_turns(acted_nt))
 
 
 def last_turns(turns_nt: AnyArray) -> Array:
-    """Say which turn of each trajectory is the last of those that are marked -> last_nt."""
+    """Whether a turn is the last one marked in its trajectory -> last_nt."""
     turns_nt = jnp.asarray(turns_nt)
     return turns_nt & (jnp.cumsum(turns_nt, axis=1) == turns_nt.sum(axis=1, keepdims=True))
 
@@ -193,7 +193,7 @@ def anchor_advantage(
     *,
     normalize: Normalize = group_zscore,
 ) -> Array:
-    """Normalise the return-to-go among turns of one group with equal anchors, by z-score as GiGPO has it -> adv_nt.
+    """The return-to-go normalised over turns of one group with equal anchors; by z-score in GiGPO -> adv_nt.
 
     An anchor is the state before the turn; with `turn_index` it is the turn's place.
     """
@@ -207,7 +207,7 @@ def anchor_advantage(
 
 
 def turn_index(turns_nt: AnyArray) -> Array:
-    """Number the turns that exist of each trajectory, from 1 -> index_nt."""
+    """Index of each existing turn in its trajectory, from 1 -> index_nt."""
     return jnp.cumsum(jnp.asarray(turns_nt, bool), axis=1, dtype=jnp.int32)
 
 

@@ -1,7 +1,7 @@
-"""Aggregate: give each token that the policy chose its weight in the loss.
+"""Aggregation: the weight in the loss of each token that the policy chose.
 
-After `pack` an update is a sum of `weight * loss` over tokens, so the layout of the batch can't change
-it (F3). Flow-GRPO weighs trajectory, then turn, then token (F2), with the mean over queries outside:
+An update is a sum of `weight * loss` over tokens, so the layout of the batch can't change it (F3).
+Flow-GRPO weights trajectory, then turn, then token (F2), after a mean over queries:
 
     w_ij^t = 1/Q * 1/G * 1/T_i * 1/|a_i^t|
 
@@ -19,7 +19,7 @@ from flowgrpo import masked
 from flowgrpo.algorithms.advantage import dense_ids, group_sum
 from flowgrpo.types import AnyArray, check_shared_axes
 
-Weigh = Callable[[AnyArray, AnyArray, AnyArray, AnyArray], Array]
+Aggregation = Callable[[AnyArray, AnyArray, AnyArray, AnyArray], Array]
 
 
 def flow_weights(chosen_ntl: AnyArray, turns_nt: AnyArray, group_n: AnyArray, valid_n: AnyArray) -> Array:
@@ -70,7 +70,7 @@ def constant_length(
 
 
 def exclude_versions_before(weight_ntl: AnyArray, version_ntl: AnyArray, oldest: AnyArray | int) -> Array:
-    """Weight 0 for tokens that older weights chose; the others keep theirs, and so the denominators (F2)."""
+    """Weight 0 for tokens of versions before `oldest`; the other weights, and so the denominators, are kept (F2)."""
     return masked.fill(weight_ntl, jnp.asarray(version_ntl) >= oldest)
 
 
@@ -82,19 +82,19 @@ def _counts(chosen_ntl, turns_nt, group_n, valid_n) -> Array:
 
 
 def _query_share(member_n, id_n) -> Array:
-    """1/Q for each member: every query with a member has the same share -> share_n."""
+    """1/Q for each member: every query with a member has an equal share -> share_n."""
     present_g = jax.ops.segment_max(member_n.astype(jnp.int32), id_n, num_segments=len(id_n)) > 0
     return _over(member_n.astype(jnp.float32), masked.count(present_g))
 
 
 def _trajectory_share(member_n, group_n) -> Array:
-    """1/(Q G) for each member: every trajectory of a query has the same share of it -> share_n."""
+    """1/(Q G) for each member: every trajectory of a query has an equal share of it -> share_n."""
     id_n = dense_ids(group_n)
     return _over(_query_share(member_n, id_n), group_sum(jnp.ones(len(id_n)), id_n, member_n))
 
 
 def _over(share, count) -> Array:
-    """`share / count`; where there is nothing to share among, the share, which is 0 or has no token."""
+    """`share / count`; for a count of 0 the share itself, which is 0 or has no token."""
     return share / jnp.maximum(count, 1.0)
 
 

@@ -1,11 +1,11 @@
-"""Compute losses: `token_loss` is a weighted sum over the tokens of a batch, with a surrogate of choice.
+"""Losses: `token_loss` is a weighted sum over the tokens of a batch, with a surrogate of choice.
 
     loss = sum over tokens of  weight * ( - surrogate(rho, A) * correction + beta KL - bonus * entropy )
 
 with rho = pi_theta / pi_old per token. Where a formula needs a sum over a sequence (one turn's action,
-a trajectory, a preference pair), a first pass takes it over the whole mini-batch, gradient stopped, and
-writes it beside the tokens; then this is again a sum over tokens, so micro-batches add up (F3). All of
-it is float32, and a token outside the loss gives exactly nothing, whatever stands in its slots (F6).
+a trajectory, a preference pair), a first pass computes it over the whole mini-batch, gradient stopped, and
+stores it with each token; then the loss is again a sum over tokens, so micro-batches add up (F3). All of
+it is float32, and a token outside the loss contributes exactly nothing, whatever its slots contain (F6).
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from flowgrpo.types import AnyArray, BadInput, Batch
 
 
 class Tokens(NamedTuple):
-    """The live tokens of a batch as float32, with 0 in every other slot: what a surrogate reads. All [r, s]."""
+    """Inputs of a surrogate: the tokens with loss, as float32, with 0 in every other slot. All [r, s]."""
 
-    live: Array
+    loss_mask: Array
     logp: Array
     logp_old: Array
     advantage: Array
@@ -47,7 +47,7 @@ def clip_surrogate(tokens: Tokens, *, clip_low, clip_high, dual_clip=None) -> tu
 
 
 def sequence_clip_surrogate(tokens: Tokens, *, clip_low, clip_high, dual_clip=None) -> tuple[Array, Array]:
-    """Compute `min(rho A, clip(rho, 1 - low, 1 + high) A)` with one rho for all tokens of a sequence.
+    """`min(rho A, clip(rho, 1 - low, 1 + high) A)` with one rho for all tokens of a sequence.
 
     As `clip_surrogate`, with rho = exp(mean of log rho over the sequence) (GSPO, Zheng et al., 2025).
     The value is the sequence's; the gradient of each token is that of its own log-probability.
@@ -72,7 +72,7 @@ def weighted_logp_surrogate(tokens: Tokens, *, clip_low, clip_high) -> tuple[Arr
 
 
 def mirror_surrogate(tokens: Tokens, *, tau) -> tuple[Array, Array]:
-    """`A log pi - tau/2 (sum log rho)^2`, the square dealt out over the trajectory's tokens (Kimi k1.5).
+    """`A log pi - tau/2 (sum log rho)^2`, the square distributed over the trajectory's tokens (Kimi k1.5).
 
     With S = sum log rho held fixed, S log rho_j sums to S^2; a second term that is 0 in value makes
     the gradient S grad log pi_j times two, as the square has it.
@@ -101,7 +101,7 @@ def _floor(surrogate_rs, advantage_rs, dual_clip) -> Array:
 
 
 def sequence_totals(x_rs: AnyArray, batch: Batch, *by: str) -> tuple[Array, Array]:
-    """Sum of `x` over the chosen tokens that agree in the batch's fields `by`, and their number; both [r, s]."""
+    """Sum of `x` over the chosen tokens with equal batch fields `by`, and their number; both [r, s]."""
     own_rs = jnp.asarray(batch.chosen) & (jnp.asarray(batch.segments) > 0)
     shape, size = own_rs.shape, own_rs.size
     id_m = dense_ids(*(jnp.asarray(getattr(batch, key)).reshape(-1) for key in by))
@@ -110,12 +110,12 @@ def sequence_totals(x_rs: AnyArray, batch: Batch, *by: str) -> tuple[Array, Arra
     return totals[:, 0].reshape(shape), totals[:, 1].reshape(shape)
 
 
-def token_sums(batch: Batch, logp_rs: AnyArray, *, by: tuple[str, ...], correction: Correction | None) -> Batch:
-    """The batch with its first pass: sums of log rho over sequences `by`, and a sequence-level correction."""
-    if by:
+def token_sums(batch: Batch, logp_rs: AnyArray, *, sequence: tuple[str, ...], correction: Correction | None) -> Batch:
+    """The batch after the first pass, with sums of log rho over each `sequence`, and a sequence-level correction."""
+    if sequence:
         own_rs = jnp.asarray(batch.chosen)
         log_ratio_rs = masked.fill(logp_rs, own_rs) - masked.fill(batch.logp_old, own_rs)
-        total_rs, count_rs = sequence_totals(stop_gradient(log_ratio_rs), batch, *by)
+        total_rs, count_rs = sequence_totals(stop_gradient(log_ratio_rs), batch, *sequence)
         batch = batch.replace(sequence_sum=total_rs, sequence_count=count_rs)
     if correction is not None and correction.level == "sequence":
         total_rs, _ = sequence_totals(_log_mismatch(batch), batch, "trajectory", "turn")
@@ -130,7 +130,7 @@ def _log_mismatch(batch: Batch) -> Array:
 
 
 def _bounded(log_mismatch_rs: AnyArray, correction: Correction) -> Array:
-    """Keep the ratio of trainer to sampler within its bounds; with a mask it is 0 outside of them."""
+    """The ratio pi_old / mu clipped to its bounds; with `mask`, 0 outside of them."""
     ratio_rs = jnp.exp(log_mismatch_rs)
     within_rs = jnp.clip(ratio_rs, correction.low, correction.cap)
     return jnp.where(ratio_rs == within_rs, ratio_rs, 0.0) if correction.mask else within_rs
@@ -146,12 +146,12 @@ def token_loss(
     name: str,
     surrogate: Surrogate,
     options: Options,
-    by: tuple[str, ...] = (),
+    sequence: tuple[str, ...] = (),
     clip: tuple | None = None,
 ) -> tuple[Array, Metrics]:
     """The loss of a policy-gradient member over a batch, and its metrics, both sums weighted by `weight`."""
-    batch = with_first_pass(batch, scores.logp, by=by, correction=options.correction)
-    live_rs, weight_rs = batch.live, masked.fill(batch.weight, batch.live)
+    batch = with_first_pass(batch, scores.logp, sequence=sequence, correction=options.correction)
+    live_rs, weight_rs = batch.loss_mask, masked.fill(batch.weight, batch.loss_mask)
     tokens = read_tokens(scores, batch)
     gain_rs, log_ratio_rs = surrogate(tokens)
     correction_rs = _correction(batch, options.correction, live_rs)
@@ -168,21 +168,28 @@ def token_loss(
     return loss, weighted_sums(metrics | {"weight": jnp.ones_like(weight_rs)}, weight_rs, live_rs)
 
 
-def with_first_pass(batch: Batch, logp_rs: AnyArray, *, by: tuple[str, ...], correction: Correction | None) -> Batch:
-    """The batch with its sequence sums: those it carries, else taken now over what it holds."""
-    lacks_sums = by and batch.sequence_sum is None
+def with_first_pass(
+    batch: Batch, logp_rs: AnyArray, *, sequence: tuple[str, ...], correction: Correction | None
+) -> Batch:
+    """The batch with its sequence sums; computed over the batch itself unless it carries them already."""
+    lacks_sums = sequence and batch.sequence_sum is None
     lacks_correction = correction is not None and correction.level == "sequence" and batch.correction is None
     if not (lacks_sums or lacks_correction):
         return batch
-    return token_sums(batch, logp_rs, by=by if lacks_sums else (), correction=correction if lacks_correction else None)
+    return token_sums(
+        batch,
+        logp_rs,
+        sequence=sequence if lacks_sums else (),
+        correction=correction if lacks_correction else None,
+    )
 
 
 def read_tokens(scores: Scores, batch: Batch) -> Tokens:
-    """Collect the token fields that a surrogate reads, with 0 in every slot that carries no loss."""
-    live_rs = batch.live
+    """The inputs of a surrogate, with 0 in every slot that carries no loss."""
+    live_rs = batch.loss_mask
     zeros_rs = jnp.zeros(live_rs.shape, jnp.float32)
     return Tokens(
-        live=live_rs,
+        loss_mask=live_rs,
         logp=masked.fill(scores.logp, live_rs),
         logp_old=masked.fill(batch.logp_old, live_rs),
         advantage=masked.fill(batch.advantage, live_rs),
@@ -195,36 +202,36 @@ def regularisers(name: str, scores: Scores, batch: Batch, tokens: Tokens, option
     """`beta KL - bonus * entropy` per token, and both as metrics; `kl_weighted` weighs by the token's own ratio."""
     loss_rs, metrics = jnp.zeros_like(tokens.logp), {}
     if options.kl_in_loss:
-        logp_ref_rs = masked.fill(required(batch.logp_ref, name, "Batch.logp_ref", "beta > 0"), tokens.live)
+        logp_ref_rs = masked.fill(required(batch.logp_ref, name, "Batch.logp_ref", "beta > 0"), tokens.loss_mask)
         kl_rs = kl_estimate(tokens.logp, logp_ref_rs, options.kl_kind)
         metrics["kl"] = kl_rs
         loss_rs += options.beta * (kl_rs * jnp.exp(tokens.logp - tokens.logp_old) if options.kl_weighted else kl_rs)
     if scores.entropy is not None:
-        metrics["entropy"] = masked.fill(scores.entropy, tokens.live)
+        metrics["entropy"] = masked.fill(scores.entropy, tokens.loss_mask)
     if not is_off(options.entropy_bonus):
         entropy_rs = required(scores.entropy, name, "Scores.entropy", "an entropy bonus")
-        loss_rs -= options.entropy_bonus * masked.fill(entropy_rs, tokens.live)
+        loss_rs -= options.entropy_bonus * masked.fill(entropy_rs, tokens.loss_mask)
     return loss_rs, metrics
 
 
 def required(value, name: str, field: str, reason: str):
-    """`value`, or `BadInput` where a field that the settings call for was not given."""
+    """`value`; raise `BadInput` if the settings need a field that is missing."""
     if value is None:
         raise BadInput(f"{name}: {field} is missing, and {reason} needs it")
     return value
 
 
 def weighted_sums(metrics: Metrics, weight_rs: AnyArray, live_rs: AnyArray) -> Metrics:
-    """Each metric as its weighted sum over live tokens, outside the gradient."""
+    """The weighted sum of each metric over tokens with loss, without gradient."""
     sums = {key: masked.sum(weight_rs * x_rs.astype(jnp.float32), live_rs) for key, x_rs in metrics.items()}
     return jax.tree.map(stop_gradient, sums)
 
 
 def _correction(batch: Batch, correction: Correction | None, live_rs: AnyArray) -> Array:
-    """The importance correction of each live token, 1 without one."""
+    """The importance correction of each token with loss, 1 without one."""
     if correction is None:
         return jnp.ones(live_rs.shape, jnp.float32)
     if correction.level == "sequence":
-        given_rs = required(batch.correction, "sequence-level correction", "Batch.correction", "the loss")
-        return stop_gradient(masked.fill(given_rs, live_rs, 1.0))
+        correction_rs = required(batch.correction, "sequence-level correction", "Batch.correction", "the loss")
+        return stop_gradient(masked.fill(correction_rs, live_rs, 1.0))
     return masked.fill(_bounded(_log_mismatch(batch), correction), live_rs, 1.0)

@@ -1,11 +1,12 @@
-"""Options that the members of the family share, checked once when an algorithm is built.
+"""Options that all members of the family share, checked once when an algorithm is built.
 
-A number that may be vmapped (`beta`, `entropy_bonus`, a clip width) is never looked at with a Python
+A number that may be vmapped (`beta`, `entropy_bonus`, a clip width) is never tested with a Python
 `if` while it is traced: a plain Python 0 means "absent", anything else is present.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,11 @@ KL_KINDS = ("k1", "k2", "k3")
 class Correction(NamedTuple):
     """Stop-gradient min(pi_old / mu, cap) for stale or mismatched samplers.
 
-    `level` is "token" or "sequence" (one turn's action). A ratio below `low` counts as `low`. With `mask`, what lies
-    above the cap or below `low` is left out instead: IcePop's are 5 and 0.5, by token.
+    Args:
+        cap: upper bound of the ratio.
+        level: "token" or "sequence" (the ratio of one turn's whole action).
+        mask: give ratios outside the bounds weight 0 instead of clipping them (IcePop: cap 5, low 0.5, by token).
+        low: lower bound of the ratio.
     """
 
     cap: float = 2.0
@@ -39,7 +43,7 @@ class Correction(NamedTuple):
 
 @checked
 class Overlong(NamedTuple):
-    """DAPO's soft punishment: 0 up to `max_tokens - buffer` chosen tokens, then down to -1 at `max_tokens`."""
+    """DAPO's soft length penalty: 0 up to `max_tokens - buffer` chosen tokens, then down to -1 at `max_tokens`."""
 
     max_tokens: int
     buffer: int
@@ -54,19 +58,20 @@ class Overlong(NamedTuple):
 class Options:
     """The options that combine, with their defaults; constructors take them as keyword arguments.
 
-        beta                strength of the KL term to the reference; 0: there is none. 0.001 to 0.1 is usual
-        kl                  its estimator: k1, k2 or k3; None: k3 in the loss, k1 in the reward
-        kl_in               where it is paid: "loss" or "reward"
-        kl_weighted         weigh the KL term in the loss by the ratio, for off-policy data
-        entropy_bonus       paid for each nat of a token's entropy: between 0.003 and 0.02; see below
-        dual_clip           bounds ratio x advantage where the advantage is negative: above 1, 3 is usual
-        correction          a Correction for stale or mismatched samplers
-        dynamic_sampling    learn from groups with 0 < correct < G only
-        overlong            an Overlong: the soft punishment of long trajectories
-        reference_every     updates after which the reference becomes the current policy
+    Args:
+        beta: strength of the KL term to the reference; 0: none. 0.001 to 0.1 is usual.
+        kl: its estimator: k1, k2 or k3; None: k3 in the loss, k1 in the reward.
+        kl_in: "loss" or "reward": where the KL term is added.
+        kl_weighted: weight the KL term in the loss by the ratio, for off-policy data.
+        entropy_bonus: added for each nat of a token's entropy; 0.003 to 0.02 is usual, see below.
+        dual_clip: bound of ratio x advantage for negative advantages; above 1, 3 is usual.
+        correction: a `Correction` for stale or mismatched samplers.
+        dynamic_sampling: learn only from groups with 0 < correct < G (DAPO).
+        overlong: an `Overlong`: the soft length penalty.
+        reference_every: number of updates after which the reference becomes the current policy.
 
-    Advantages are around 1 and a token's entropy is at most log(vocabulary), so a bonus weighs little until it does
-    too much: then `entropy` rises towards log(vocabulary) and `tool_errors` to 1, the sooner the higher the
+    Advantages are around 1 and a token's entropy is at most log(vocabulary), so a bonus matters little until it is
+    too large: then `entropy` rises towards log(vocabulary) and `tool_errors` to 1, the sooner the higher the
     learning rate. On a small environment, 0.02 at a rate of 1e-3 was best after a dip, 0.003 changed little,
     and 0.03 at 2e-3 destroyed the policy within 40 updates.
     """
@@ -89,26 +94,74 @@ class Options:
 
     @property
     def kl_in_loss(self) -> bool:
-        """Say whether the loss has a KL term."""
+        """Whether the loss has a KL term."""
         return self.kl_in == "loss" and not is_off(self.beta)
 
     @property
     def kl_in_reward(self) -> bool:
-        """Say whether the reward pays for KL."""
+        """Whether the reward has a KL term."""
         return self.kl_in == "reward" and not is_off(self.beta)
 
 
 def is_off(number) -> bool:
-    """Say whether a setting is the plain Python number 0: absent, and known to be so while tracing."""
+    """Whether a setting is the plain Python number 0: absent, and known to be so while tracing."""
     return isinstance(number, int | float) and number == 0
 
 
-def read_options(name: str, settings: dict, *, rejects: tuple[str, ...] = ()) -> Options:
-    """`settings` as `Options`; raise `BadInput` for what is unknown or not this member's."""
+class _CommonKeywords(TypedDict, total=False):
+    kl: str | None
+    kl_weighted: bool
+    entropy_bonus: float | Array
+    correction: Correction | None
+    overlong: Overlong | None
+    reference_every: int | None
+
+
+class OptionKeywordsButBeta(_CommonKeywords, total=False):
+    """The fields of `Options` as keywords of a constructor whose `beta` has another default."""
+
+    kl_in: str
+    dual_clip: float | Array | None
+    dynamic_sampling: bool
+
+
+class OptionKeywords(OptionKeywordsButBeta, total=False):
+    """The fields of `Options` as keywords of a constructor."""
+
+    beta: float | Array
+
+
+class ReleasedKeywords(_CommonKeywords, total=False):
+    """Of `flow_grpo_released`, which has its own `beta` and `dual_clip`."""
+
+    kl_in: str
+    dynamic_sampling: bool
+
+
+class DapoKeywords(_CommonKeywords, total=False):
+    """Of `dapo`, which has its own `dynamic_sampling`."""
+
+    beta: float | Array
+    kl_in: str
+    dual_clip: float | Array | None
+
+
+class PPOKeywords(_CommonKeywords, total=False):
+    """Of `ppo`, which has its own `beta` and `kl_in`."""
+
+    dual_clip: float | Array | None
+    dynamic_sampling: bool
+
+
+def read_options(name: str, settings: Mapping[str, Any], *, rejects: tuple[str, ...] = ()) -> Options:
+    """`settings` as `Options`; raise `BadInput` for unknown ones, and for those of `rejects` that are not default."""
     check_names(name, settings, [item.name for item in fields(Options)])
     options = Options(**settings)
-    given = {item: settings[item] for item in rejects if item in settings}
-    refused = [item for item, value in given.items() if isinstance(value, jax.Array) or value != getattr(Options, item)]
+    refused = []
+    for item in rejects:
+        value = settings.get(item, getattr(Options, item))
+        if isinstance(value, jax.Array) or value != getattr(Options, item):
+            refused.append(item)
     if refused:
         raise BadInput(f"{name} can't honour {', '.join(refused)}: its formula has no place for it")
     return options
@@ -132,9 +185,9 @@ def check_options(name: str, options: Options) -> None:
         )
     check_range(name, "dual_clip", options.dual_clip, 1.0, exclusive=True, optional=True)
     for field, kind in (("correction", Correction), ("overlong", Overlong)):
-        given = getattr(options, field)
-        if not isinstance(given, kind | None):
-            raise BadInput(f"{name}: {field} is {given!r}, but must be a fg.{kind.__name__}")
+        value = getattr(options, field)
+        if not isinstance(value, kind | None):
+            raise BadInput(f"{name}: {field} is {value!r}, but must be a fg.{kind.__name__}")
 
 
 def check_choice(name: str, field: str, value, choices: tuple[str, ...]) -> None:
@@ -151,7 +204,7 @@ def check_clip(name: str, clip_low, clip_high) -> None:
         raise BadInput(f"{name}: clip_low is {clip_low}, but a ratio is never below 0; use at most 1")
 
 
-# What the options do before the loss ------------------------------------------------------------------
+# Options that act before the loss ------------------------------------------------------------------
 
 
 def kl_estimate(logp: AnyArray, logp_ref: AnyArray, kind: str = "k3") -> Array:
@@ -169,22 +222,22 @@ def kl_estimate(logp: AnyArray, logp_ref: AnyArray, kind: str = "k3") -> Array:
 
 
 def overlong_penalty(length_n: AnyArray, overlong: Overlong) -> Array:
-    """The soft punishment for `length_n` chosen tokens: 0, then linear, then -1 (Yu et al., 2025) -> penalty_n."""
+    """Soft penalty for `length_n` chosen tokens: 0, then linear, then -1 (Yu et al., 2025) -> penalty_n."""
     over_n = jnp.asarray(length_n).astype(jnp.float32) - (overlong.max_tokens - overlong.buffer)
     return -jnp.clip(over_n / overlong.buffer, 0.0, 1.0)
 
 
 def shaped_outcome(trajectories: Trajectories, options: Options) -> Array:
-    """The outcome after over-long shaping -> outcome_n."""
+    """The outcome with the length penalty -> outcome_n."""
     outcome_n = masked.fill(trajectories.outcome, trajectories.valid)
     if options.overlong is None:
         return outcome_n
-    return outcome_n + overlong_penalty(masked.count(trajectories.actions, axis=(1, 2)), options.overlong)
+    return outcome_n + overlong_penalty(masked.count(trajectories.action_mask, axis=(1, 2)), options.overlong)
 
 
 def reward_kl(trajectories: Trajectories, options: Options) -> Array:
-    """`beta * KL` of each chosen token, 0 where the reward pays for none -> kl_ntl."""
-    chosen_ntl = trajectories.actions & trajectories.valid[:, None, None]
+    """`beta * KL` of each chosen token; 0 unless KL is in the reward -> kl_ntl."""
+    chosen_ntl = trajectories.action_mask & trajectories.valid[:, None, None]
     if not options.kl_in_reward:
         return jnp.zeros(chosen_ntl.shape, jnp.float32)
     if trajectories.logp_ref is None:

@@ -1,17 +1,19 @@
-"""Flow-GRPO and its relatives without a critic: each constructor fills in the parts of one sentence.
+"""Flow-GRPO and its relatives without a critic: each constructor fills in the parts of one formula.
 
     advantage of an outcome  x  ratio and clip  x  aggregation  +  KL
 
-Every constructor takes the keyword options of `Options` beside its own settings.
+Every constructor takes the options of `Options` as keywords, besides its own settings.
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo import masked
-from flowgrpo.algorithms import aggregation as weights
+from flowgrpo.algorithms import aggregation
 from flowgrpo.algorithms import loss as losses
 from flowgrpo.algorithms.advantage import (
     Normalize,
@@ -21,39 +23,53 @@ from flowgrpo.algorithms.advantage import (
     last_turns,
     leave_one_out,
     multi_turn_group_advantage,
-    paid_rewards,
     return_to_go,
     row_group_advantage,
     turn_index,
+    turn_rewards,
 )
-from flowgrpo.algorithms.compose import Advantage, compose
-from flowgrpo.algorithms.options import Options, check_clip, read_options, reward_kl
+from flowgrpo.algorithms.compose import Advantage, Traits, compose
+from flowgrpo.algorithms.options import (
+    DapoKeywords,
+    OptionKeywords,
+    OptionKeywordsButBeta,
+    Options,
+    ReleasedKeywords,
+    check_clip,
+    read_options,
+    reward_kl,
+)
 from flowgrpo.contracts import Algorithm
 from flowgrpo.types import Trajectories, check_range
 
 # Advantages -------------------------------------------------------------------------------------------
 
 
-def outcome_advantage(normalize: Normalize, over=multi_turn_group_advantage, **settings) -> Advantage:
-    """The outcome (less its KL, where the reward pays for it), normalised over the group by these settings."""
+def outcome_advantage(
+    normalize: Normalize, over: Callable[..., Array] = multi_turn_group_advantage, **settings: float
+) -> Advantage:
+    """The outcome (less its KL, if KL is in the reward), normalised over the group."""
 
     def advantage(trajectories, outcome_n, valid_n, options) -> Array:
         outcome_n = outcome_n - reward_kl(trajectories, options).sum(axis=(1, 2))
-        given = (outcome_n, trajectories.acted, trajectories.group, valid_n)
-        return over(*given, normalize=partial(normalize, **settings))
+        return over(
+            outcome_n, trajectories.acted, trajectories.group, valid_n, normalize=partial(normalize, **settings)
+        )
 
     return advantage
 
 
-def _turn_rewards(trajectories: Trajectories, outcome_n: Array, options: Options) -> Array:
-    """Compute what each turn is paid, less its KL where the reward pays for it -> reward_nt."""
-    return paid_rewards(trajectories, outcome_n) - reward_kl(trajectories, options).sum(axis=2)
+def _turn_rewards_less_kl(trajectories: Trajectories, outcome_n: Array, options: Options) -> Array:
+    """The reward of each turn, less its KL if KL is in the reward -> reward_nt."""
+    return turn_rewards(trajectories, outcome_n) - reward_kl(trajectories, options).sum(axis=2)
 
 
 # Members ----------------------------------------------------------------------------------------------
 
 
-def flow_grpo(*, clip_low=0.2, clip_high=0.2, beta=0.001, eps=1e-6, **options) -> Algorithm:
+def flow_grpo(
+    *, clip_low=0.2, clip_high=0.2, beta=0.001, eps=1e-6, **options: Unpack[OptionKeywordsButBeta]
+) -> Algorithm:
     """Flow-GRPO as its paper writes it (Li et al., 2025): trajectory statistics, trajectory-turn-token mean.
 
     `options` are those of `fg.Options`, whose docstring says what each does.
@@ -63,39 +79,41 @@ def flow_grpo(*, clip_low=0.2, clip_high=0.2, beta=0.001, eps=1e-6, **options) -
         (clip_low, clip_high),
         {"beta": beta, **options},
         advantage=outcome_advantage(group_zscore, eps=eps),
-        weigh=weights.flow_weights,
-        keeps="F1 F2 F4 F8",
+        weights=aggregation.flow_weights,
+        traits=Traits(laws="F1 F2 F4 F8"),
     )
 
 
-def flow_grpo_released(*, clip_low=0.2, clip_high=0.3, beta=0.001, dual_clip=3.0, eps=1e-6, **options) -> Algorithm:
-    """Build the algorithm of AgentFlow's released code (F9): z-scores over turn rows, token mean, dual clip.
+def flow_grpo_released(
+    *, clip_low=0.2, clip_high=0.3, beta=0.001, dual_clip=3.0, eps=1e-6, **options: Unpack[ReleasedKeywords]
+) -> Algorithm:
+    """The algorithm of AgentFlow's released code (F9): z-scores over turn rows, token mean, dual clip.
 
-    A group whose rows are all equal, or that has one row, is 0 here; there it keeps rounding noise or R.
+    A group whose rows are all equal, or that has one row, is 0 here; in the released code it keeps rounding noise or R.
     """
     return _clipped(
         "flow_grpo_released",
         (clip_low, clip_high),
         {"beta": beta, "dual_clip": dual_clip, **options},
         advantage=outcome_advantage(group_zscore, over=row_group_advantage, eps=eps),
-        weigh=weights.token_mean,
-        keeps="F4 F8",
+        weights=aggregation.token_mean,
+        traits=Traits(laws="F4 F8"),
     )
 
 
-def grpo(*, clip_low=0.2, clip_high=0.2, beta=0.04, eps=1e-6, **options) -> Algorithm:
+def grpo(*, clip_low=0.2, clip_high=0.2, beta=0.04, eps=1e-6, **options: Unpack[OptionKeywordsButBeta]) -> Algorithm:
     """GRPO (Shao et al., 2024, DeepSeekMath): group z-score, mean over each trajectory's tokens."""
     return _clipped(
         "grpo",
         (clip_low, clip_high),
         {"beta": beta, **options},
         advantage=outcome_advantage(group_zscore, eps=eps),
-        weigh=weights.sequence_mean,
-        keeps="F1 F4 F8",
+        weights=aggregation.sequence_mean,
+        traits=Traits(laws="F1 F4 F8"),
     )
 
 
-def dr_grpo(*, max_tokens: int, clip_low=0.2, clip_high=0.2, **options) -> Algorithm:
+def dr_grpo(*, max_tokens: int, clip_low=0.2, clip_high=0.2, **options: Unpack[OptionKeywords]) -> Algorithm:
     """Dr. GRPO (Liu et al., 2025): no deviation, no length mean; divides by trajectories x `max_tokens`."""
     check_range("dr_grpo", "max_tokens", max_tokens, 1, whole=True)
     return _clipped(
@@ -103,12 +121,14 @@ def dr_grpo(*, max_tokens: int, clip_low=0.2, clip_high=0.2, **options) -> Algor
         (clip_low, clip_high),
         options,
         advantage=outcome_advantage(group_center),
-        weigh=partial(weights.constant_length, max_tokens=max_tokens),
-        keeps="F1 F4",
+        weights=partial(aggregation.constant_length, max_tokens=max_tokens),
+        traits=Traits(laws="F1 F4"),
     )
 
 
-def dapo(*, clip_low=0.2, clip_high=0.28, dynamic_sampling=True, eps=1e-6, **options) -> Algorithm:
+def dapo(
+    *, clip_low=0.2, clip_high=0.28, dynamic_sampling=True, eps=1e-6, **options: Unpack[DapoKeywords]
+) -> Algorithm:
     """DAPO (Yu et al., 2025): clip-higher, token mean, only groups of mixed correctness.
 
     Set `overlong` for its soft length punishment.
@@ -118,27 +138,26 @@ def dapo(*, clip_low=0.2, clip_high=0.28, dynamic_sampling=True, eps=1e-6, **opt
         (clip_low, clip_high),
         {"dynamic_sampling": dynamic_sampling, **options},
         advantage=outcome_advantage(group_zscore, eps=eps),
-        weigh=weights.token_mean,
-        keeps="F1 F4 F8",
+        weights=aggregation.token_mean,
+        traits=Traits(laws="F1 F4 F8"),
     )
 
 
-def gspo(*, clip_low=3e-4, clip_high=4e-4, eps=1e-6, **options) -> Algorithm:
+def gspo(*, clip_low=3e-4, clip_high=4e-4, eps=1e-6, **options: Unpack[OptionKeywords]) -> Algorithm:
     """GSPO (Zheng et al., 2025): one ratio for each turn's action, the exponential of its mean log-ratio."""
     return _clipped(
         "gspo",
         (clip_low, clip_high),
         options,
         advantage=outcome_advantage(group_zscore, eps=eps),
-        weigh=weights.action_mean,
+        weights=aggregation.action_mean,
         surrogate=losses.sequence_clip_surrogate,
-        by=("trajectory", "turn"),
-        keeps="F1 F4 F8",
-        needs="logp_old",
+        sequence=("trajectory", "turn"),
+        traits=Traits(laws="F1 F4 F8", needs="logp_old"),
     )
 
 
-def cispo(*, clip_low=1.0, clip_high=4.0, eps=1e-6, **options) -> Algorithm:
+def cispo(*, clip_low=1.0, clip_high=4.0, eps=1e-6, **options: Unpack[OptionKeywords]) -> Algorithm:
     """CISPO (MiniMax-M1, 2025): the clipped ratio is a weight without gradient on A log pi.
 
     No token is silenced. The default bounds the ratio by 5 from above and not from below.
@@ -147,28 +166,30 @@ def cispo(*, clip_low=1.0, clip_high=4.0, eps=1e-6, **options) -> Algorithm:
     return compose(
         "cispo",
         advantage=outcome_advantage(group_zscore, eps=eps),
-        weigh=weights.token_mean,
+        weights=aggregation.token_mean,
         surrogate=partial(losses.weighted_logp_surrogate, clip_low=clip_low, clip_high=clip_high),
         options=read_options("cispo", options, rejects=("dual_clip",)),
         clip=(clip_low, clip_high),
-        keeps="F1 F4 F8",
+        traits=Traits(laws="F1 F4 F8"),
     )
 
 
-def rloo(**options) -> Algorithm:
+def rloo(**options: Unpack[OptionKeywords]) -> Algorithm:
     """RLOO (Ahmadian et al., 2024): leave-one-out baseline, unclipped ratio, log-probabilities summed."""
     settings = read_options("rloo", options)
     return compose(
         "rloo",
         advantage=outcome_advantage(leave_one_out),
-        weigh=weights.sequence_sum,
+        weights=aggregation.sequence_sum,
         surrogate=partial(losses.ratio_surrogate, dual_clip=settings.dual_clip),
         options=settings,
-        keeps="F1 F4",
+        traits=Traits(laws="F1 F4"),
     )
 
 
-def reinforce_pp(*, clip_low=0.2, clip_high=0.2, gamma=1.0, baseline: Normalize | None = None, **options) -> Algorithm:
+def reinforce_pp(
+    *, clip_low=0.2, clip_high=0.2, gamma=1.0, baseline: Normalize | None = None, **options: Unpack[OptionKeywords]
+) -> Algorithm:
     """REINFORCE++ (Hu, 2025): returns whitened over all tokens of the batch.
 
     `baseline=group_center` is its variant that first subtracts the group's mean.
@@ -176,10 +197,10 @@ def reinforce_pp(*, clip_low=0.2, clip_high=0.2, gamma=1.0, baseline: Normalize 
     check_range("reinforce_pp", "gamma", gamma, 0.0, 1.0)
 
     def advantage(trajectories, outcome_n, valid_n, options) -> Array:
-        """The return of each token, less a group baseline where one is given, whitened over all tokens."""
+        """The return of each token, less the group baseline, whitened over all tokens."""
         acted_nt = trajectories.acted & valid_n[:, None]
-        chosen_ntl = trajectories.actions & valid_n[:, None, None]
-        return_nt = return_to_go(paid_rewards(trajectories, outcome_n), acted_nt, gamma=gamma)
+        chosen_ntl = trajectories.action_mask & valid_n[:, None, None]
+        return_nt = return_to_go(turn_rewards(trajectories, outcome_n), acted_nt, gamma=gamma)
         if baseline is not None:
             return_nt += (baseline(outcome_n, trajectories.group, valid_n) - outcome_n)[:, None]
         kl_ntl = reward_kl(trajectories, options)
@@ -192,11 +213,13 @@ def reinforce_pp(*, clip_low=0.2, clip_high=0.2, gamma=1.0, baseline: Normalize 
         (clip_low, clip_high),
         options,
         advantage=advantage,
-        weigh=weights.token_mean,
+        weights=aggregation.token_mean,
     )
 
 
-def gigpo(*, omega=1.0, gamma=0.95, clip_low=0.2, clip_high=0.2, beta=0.01, eps=1e-6, **options) -> Algorithm:
+def gigpo(
+    *, omega=1.0, gamma=0.95, clip_low=0.2, clip_high=0.2, beta=0.01, eps=1e-6, **options: Unpack[OptionKeywordsButBeta]
+) -> Algorithm:
     """GiGPO (Feng et al., 2025): the outcome's z-score plus `omega` times a z-score by state.
 
     The second is that of the discounted return-to-go among turns of the group with equal anchors.
@@ -208,7 +231,7 @@ def gigpo(*, omega=1.0, gamma=0.95, clip_low=0.2, clip_high=0.2, beta=0.01, eps=
     def advantage(trajectories, outcome_n, valid_n, options) -> Array:
         episode = by_outcome(trajectories, outcome_n, valid_n, options)
         acted_nt = trajectories.acted
-        reward_nt = _turn_rewards(trajectories, outcome_n, options)
+        reward_nt = _turn_rewards_less_kl(trajectories, outcome_n, options)
         return_nt = return_to_go(reward_nt, acted_nt, gamma=gamma)
         return episode + omega * anchor_advantage(return_nt, trajectories.anchor, acted_nt, trajectories.group, valid_n)
 
@@ -217,19 +240,21 @@ def gigpo(*, omega=1.0, gamma=0.95, clip_low=0.2, clip_high=0.2, beta=0.01, eps=
         (clip_low, clip_high),
         {"beta": beta, **options},
         advantage=advantage,
-        weigh=weights.token_mean,
+        weights=aggregation.token_mean,
     )
 
 
-def mt_grpo(*, lam=1.0, clip_low=0.2, clip_high=0.2, beta=0.04, eps=1e-6, **options) -> Algorithm:
-    """MT-GRPO (Zeng et al., 2025), for any number of turns: z-scores of what each turn is paid, by the turn's place.
+def mt_grpo(
+    *, lam=1.0, clip_low=0.2, clip_high=0.2, beta=0.04, eps=1e-6, **options: Unpack[OptionKeywordsButBeta]
+) -> Algorithm:
+    """MT-GRPO (Zeng et al., 2025), for any number of turns: z-scores of turn rewards, by the turn's index.
 
         A_i^t = sum of z_l(r_i^l) over l = t .. T-1  +  lam z(r_i^T),    A_i^T = z(r_i^T)
 
-    with z_l over the trajectories of the group whose l-th turn is not their last, and r_i^T what the last turn is paid:
-    the outcome, where nothing else is. How many means are subtracted depends on when a trajectory stops, so where the
-    policy decides that, its gradient is biased: each further turn is charged the mean pay of turns in its place.
-    `trloo` is not.
+    with z_l over the trajectories of the group whose l-th turn is not their last, and r_i^T the reward of the last
+    turn: the outcome, if there is no other reward. How many means are subtracted depends on when a trajectory stops, so
+    if the policy decides that, its gradient is biased: each further turn is charged the mean reward of turns at its
+    index. `trloo` is not biased.
     """
     check_range("mt_grpo", "lam", lam, 0.0)
     zscore = partial(group_zscore, eps=eps)
@@ -237,11 +262,11 @@ def mt_grpo(*, lam=1.0, clip_low=0.2, clip_high=0.2, beta=0.04, eps=1e-6, **opti
     def advantage(trajectories, outcome_n, valid_n, options) -> Array:
         acted_nt, group_n = trajectories.acted & valid_n[:, None], trajectories.group
         last_nt = last_turns(acted_nt)
-        paid_nt = _turn_rewards(trajectories, outcome_n, options)
+        reward_nt = _turn_rewards_less_kl(trajectories, outcome_n, options)
         step_nt = anchor_advantage(
-            paid_nt, turn_index(acted_nt), acted_nt & ~last_nt, group_n, valid_n, normalize=zscore
+            reward_nt, turn_index(acted_nt), acted_nt & ~last_nt, group_n, valid_n, normalize=zscore
         )
-        final_n = zscore(masked.fill(paid_nt, last_nt).sum(axis=1), group_n, valid_n)
+        final_n = zscore(masked.fill(reward_nt, last_nt).sum(axis=1), group_n, valid_n)
         final_nt = jnp.where(last_nt, 1.0, lam) * final_n[:, None]
         return masked.fill(return_to_go(step_nt, acted_nt, gamma=1.0) + final_nt, acted_nt)
 
@@ -250,37 +275,37 @@ def mt_grpo(*, lam=1.0, clip_low=0.2, clip_high=0.2, beta=0.04, eps=1e-6, **opti
         (clip_low, clip_high),
         {"beta": beta, **options},
         advantage=advantage,
-        weigh=weights.token_mean,
+        weights=aggregation.token_mean,
     )
 
 
-def trloo(*, gamma=1.0, clip_low=0.2, clip_high=0.2, **options) -> Algorithm:
+def trloo(*, gamma=1.0, clip_low=0.2, clip_high=0.2, **options: Unpack[OptionKeywords]) -> Algorithm:
     """TRLOO (Liu et al., 2026, Dr. Kernel): each turn's return, less the mean of the others' at the same turn.
 
         A_i^t = G_i^t - mean of G_j^t over the other trajectories j of the group that have a turn t
 
-    with G^t = r^t + gamma G^{t+1}. What is subtracted does not depend on the trajectory's own actions, whenever it
-    stops. A trajectory that is alone with its t-th turn has 0 there.
+    with G^t = r^t + gamma G^{t+1}. The baseline does not depend on the trajectory's own actions, whenever it stops. If
+    no other trajectory of the group has a t-th turn, the advantage is 0.
     """
     check_range("trloo", "gamma", gamma, 0.0, 1.0)
 
     def advantage(trajectories, outcome_n, valid_n, options) -> Array:
         acted_nt = trajectories.acted
-        reward_nt = _turn_rewards(trajectories, outcome_n, options)
+        reward_nt = _turn_rewards_less_kl(trajectories, outcome_n, options)
         return_nt = return_to_go(reward_nt, acted_nt, gamma=gamma)
-        given = (return_nt, turn_index(acted_nt), acted_nt, trajectories.group, valid_n)
-        return anchor_advantage(*given, normalize=leave_one_out)
+        index_nt = turn_index(acted_nt)
+        return anchor_advantage(return_nt, index_nt, acted_nt, trajectories.group, valid_n, normalize=leave_one_out)
 
     return _clipped(
         "trloo",
         (clip_low, clip_high),
         options,
         advantage=advantage,
-        weigh=weights.token_mean,
+        weights=aggregation.token_mean,
     )
 
 
-def kimi(*, tau=0.1, **options) -> Algorithm:
+def kimi(*, tau=0.1, **options: Unpack[OptionKeywords]) -> Algorithm:
     """The mirror descent of Kimi k1.5 (2025): (R - mean) sum log pi - tau/2 (sum log rho)^2 by trajectory.
 
     rho is taken against the iteration's start, which is the pi_old of its batch.
@@ -289,20 +314,36 @@ def kimi(*, tau=0.1, **options) -> Algorithm:
     return compose(
         "kimi",
         advantage=outcome_advantage(group_center),
-        weigh=weights.sequence_sum,
+        weights=aggregation.sequence_sum,
         surrogate=partial(losses.mirror_surrogate, tau=tau),
         options=read_options("kimi", options, rejects=("dual_clip", "beta")),
-        by=("trajectory",),
-        keeps="F1 F4",
-        needs="logp_old",
-        skips=False,
+        sequence=("trajectory",),
+        traits=Traits(laws="F1 F4", needs="logp_old", skips_zero_advantage=False),
     )
 
 
-def _clipped(name: str, clip: tuple, options: dict, *, surrogate=losses.clip_surrogate, **parts) -> Algorithm:
-    """A member whose ratio is clipped to `(low, high)`, token by token unless `surrogate` says otherwise."""
+def _clipped(
+    name: str,
+    clip: tuple,
+    options: Mapping[str, Any],
+    *,
+    advantage: Advantage,
+    weights: aggregation.Aggregation,
+    surrogate: Callable[..., tuple[Array, Array]] = losses.clip_surrogate,
+    sequence: tuple[str, ...] = (),
+    traits: Traits = Traits(),  # noqa: B008
+) -> Algorithm:
+    """A member whose ratio is clipped to `1 - low .. 1 + high`: that of a token, unless `surrogate` is another."""
     low, high = clip
     check_clip(name, low, high)
     settings = read_options(name, options)
-    bound = partial(surrogate, clip_low=low, clip_high=high, dual_clip=settings.dual_clip)
-    return compose(name, surrogate=bound, options=settings, clip=clip, **parts)
+    return compose(
+        name,
+        advantage=advantage,
+        weights=weights,
+        surrogate=partial(surrogate, clip_low=low, clip_high=high, dual_clip=settings.dual_clip),
+        options=settings,
+        sequence=sequence,
+        clip=clip,
+        traits=traits,
+    )

@@ -1,29 +1,29 @@
 """PPO (Schulman et al., 2017) over turns: `ppo`, with `token_gae` or `turn_gae` from a critic's values.
 
 Time runs over chosen tokens, or over turns: tool output and padding are skipped, as if they were not
-there. The environment's pay falls on the last chosen token of its turn; the price of KL, by default, on
-every token. A trajectory that was cut (turn limit, token limit) is bootstrapped by the critic's
-`last_value`; one that ended is not.
+there. A turn's reward falls on its last chosen token; the KL penalty, by default, on every token. A truncated
+trajectory (turn limit, token limit) is bootstrapped with the critic's `last_value`; one that ended is not.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo import masked
-from flowgrpo.algorithms.advantage import gae, paid_rewards
+from flowgrpo.algorithms.advantage import gae, turn_rewards
 from flowgrpo.algorithms.aggregation import token_mean
-from flowgrpo.algorithms.compose import bind, compose
+from flowgrpo.algorithms.compose import Traits, bind, compose
 from flowgrpo.algorithms.loss import clip_surrogate, required, weighted_sums
-from flowgrpo.algorithms.options import check_clip, read_options, reward_kl
+from flowgrpo.algorithms.options import PPOKeywords, check_clip, read_options, reward_kl
 from flowgrpo.contracts import Algorithm, Metrics, Scores
 from flowgrpo.types import Batch, Trajectories, check_range
 
 # (trajectories, reward_nt, kl_ntl, chosen_ntl, gamma=, lam=) -> (adv_ntl, return_ntl)
-Credit = Callable[..., tuple[Array, Array]]
+Estimator = Callable[..., tuple[Array, Array]]
 
 
 def token_gae(trajectories, reward_nt, kl_ntl, chosen_ntl, *, gamma, lam) -> tuple[Array, Array]:
@@ -68,7 +68,7 @@ def _streams(trajectories: Trajectories, reward_nm, value_nm, mask_nm, *, gamma,
 
 def ppo(
     *,
-    credit: Credit = token_gae,
+    estimator: Estimator = token_gae,
     gamma=1.0,
     lam=0.95,
     clip_low=0.2,
@@ -77,44 +77,55 @@ def ppo(
     value_coefficient=0.5,
     beta=0.001,
     kl_in="reward",
-    **options,
+    **options: Unpack[PPOKeywords],
 ) -> Algorithm:
-    """PPO with GAE over tokens (`credit=token_gae`) or turns (`turn_gae`), whitened; KL in the reward."""
+    """PPO with whitened GAE advantages and a clipped value loss; KL in the reward.
+
+    Args:
+        estimator: `token_gae` (GAE over tokens) or `turn_gae` (over turns).
+        gamma: discount; 1, as episodes are short.
+        lam: GAE's lambda.
+        clip_low: lower width of the ratio's clip.
+        clip_high: upper width.
+        value_clip: width of the value's clip around its old value; None: no clip.
+        value_coefficient: weight of the value loss.
+        beta: strength of the KL term.
+        kl_in: "reward" or "loss".
+        options: the other fields of `Options`.
+    """
     settings = read_options("ppo", {"beta": beta, "kl_in": kl_in, **options})
     check_clip("ppo", clip_low, clip_high)
     check_range("ppo", "value_clip", value_clip, 0.0, exclusive=True, optional=True)
     check_range("ppo", "value_coefficient", value_coefficient, 0.0)
     check_range("ppo", "gamma", gamma, 0.0, 1.0)
     check_range("ppo", "lam", lam, 0.0, 1.0)
-    pay = partial(_credited, credit=credit, gamma=gamma, lam=lam)
+
+    def estimates(trajectories, outcome_n, valid_n, options) -> tuple[Array, Array]:
+        """The advantages, whitened over the chosen tokens, and the critic's targets -> (adv_ntl, return_ntl)."""
+        chosen_ntl = trajectories.action_mask & valid_n[:, None, None]
+        kl_ntl = masked.fill(reward_kl(trajectories, options), chosen_ntl)
+        reward_nt = turn_rewards(trajectories, outcome_n)
+        adv_ntl, return_ntl = estimator(trajectories, reward_nt, kl_ntl, chosen_ntl, gamma=gamma, lam=lam)
+        return masked.whiten(adv_ntl, chosen_ntl), return_ntl
+
     actor = compose(
         "ppo",
-        advantage=lambda *given: pay(*given)[0],
-        weigh=token_mean,
+        advantage=lambda *inputs: estimates(*inputs)[0],
+        weights=token_mean,
         surrogate=partial(clip_surrogate, clip_low=clip_low, clip_high=clip_high, dual_clip=settings.dual_clip),
         options=settings,
         clip=(clip_low, clip_high),
-        needs="value",
-        skips=False,
+        traits=Traits(needs="value", skips_zero_advantage=False),
     )
     loss = partial(actor_critic_loss, policy_loss=actor.loss, value_clip=value_clip, coefficient=value_coefficient)
-    targets = bind(lambda *given: pay(*given)[1], settings)
-    return actor._replace(loss=loss, targets=targets, before=actor.before | {"value"})
-
-
-def _credited(trajectories, outcome_n, valid_n, options, *, credit: Credit, gamma, lam) -> tuple[Array, Array]:
-    """The advantages, whitened over the chosen tokens, and the targets of the critic -> (adv_ntl, return_ntl)."""
-    chosen_ntl = trajectories.actions & valid_n[:, None, None]
-    kl_ntl = masked.fill(reward_kl(trajectories, options), chosen_ntl)
-    given = (trajectories, paid_rewards(trajectories, outcome_n), kl_ntl, chosen_ntl)
-    adv_ntl, return_ntl = credit(*given, gamma=gamma, lam=lam)
-    return masked.whiten(adv_ntl, chosen_ntl), return_ntl
+    targets = bind(lambda *inputs: estimates(*inputs)[1], settings)
+    return actor._replace(loss=loss, targets=targets, needs_for_advantages=actor.needs_for_advantages | {"value"})
 
 
 def actor_critic_loss(scores: Scores, batch: Batch, *, policy_loss, value_clip, coefficient) -> tuple[Array, Metrics]:
     """The clipped policy loss plus `coefficient` times the clipped value loss, half the larger square."""
     loss, metrics = policy_loss(scores, batch)
-    live_rs, weight_rs = batch.live, masked.fill(batch.weight, batch.live)
+    live_rs, weight_rs = batch.loss_mask, masked.fill(batch.weight, batch.loss_mask)
     value_rs = masked.fill(required(scores.value, "ppo", "Scores.value", "the value loss"), live_rs)
     old_rs = masked.fill(required(batch.value_old, "ppo", "Batch.value_old", "the value clip"), live_rs)
     target_rs = masked.fill(required(batch.target, "ppo", "Batch.target", "the value loss"), live_rs)

@@ -1,11 +1,11 @@
-"""Trajectories on their way to an update: checked, laid out, packed into rows.
+"""From trajectories to the batch of an update: checked, laid out, packed into rows.
 
 Modules:
 
     collate      Check ragged records, and pad them to one `Trajectories` (`collate`)
-    layouts      Lay dense trajectories out plainly, in programs that compile: one row per trajectory or per turn
+    layouts      Plain layouts of dense trajectories that compile: one row per trajectory, or per turn
     packing      Pack ragged or dense trajectories into fixed rows: `pack` makes a `Batch`, `account` its ledger
-    prefix_tree  Pack them into trees, in which what contexts begin with alike stands once (`pack_tree`)
+    prefix_tree  Pack trajectories into prefix trees, which hold shared prefixes once (`pack_tree`)
 """
 
 from flowgrpo.batching.collate import collate

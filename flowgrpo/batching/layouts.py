@@ -1,6 +1,6 @@
-"""Lay dense trajectories out plainly, in programs that compile: one row per trajectory or per turn.
+"""Plain layouts of dense trajectories that compile: one row per trajectory, or per turn.
 
-They take more room than `pack` and give the same loss (F3). `place` and `unpack` carry per-token values
+They need more memory than `pack` and give the same loss (F3). `place` and `unpack` convert per-token values
 between the trajectories' [n, t, l] and a batch's [r, s].
 """
 
@@ -17,7 +17,7 @@ from flowgrpo.types import AnyArray, Batch, Trajectories, check_axes
 
 
 def rows_by_trajectory(trajectories: Trajectories, adv, weights, target=None) -> Batch:
-    """One trajectory per row of t * l tokens, its turns moved together; jits. `target` is what a critic is to say."""
+    """One trajectory per row of t * l tokens, without gaps between turns; jits. `target` is the critic's."""
     num, num_turns, slots = jnp.shape(trajectories.tokens)
     turn_rts = jnp.broadcast_to(jnp.arange(num_turns)[:, None], (num, num_turns, slots))
     own_rt = jnp.ones((num, num_turns), bool)
@@ -25,7 +25,7 @@ def rows_by_trajectory(trajectories: Trajectories, adv, weights, target=None) ->
 
 
 def rows_by_turn(trajectories: Trajectories, adv, weights, target=None) -> Batch:
-    """One turn per row, after the turns before it where the context appends; jits."""
+    """One turn per row, after the earlier turns of its context; jits."""
     num, num_turns, slots = jnp.shape(trajectories.tokens)
     trajectory_r = jnp.repeat(jnp.arange(num), num_turns)
     turn_rts = jnp.broadcast_to(jnp.arange(num_turns)[:, None], (num * num_turns, num_turns, slots))
@@ -34,18 +34,21 @@ def rows_by_turn(trajectories: Trajectories, adv, weights, target=None) -> Batch
 
 
 def _plain(trajectories: Trajectories, credit: tuple, trajectory_r, turn_rts, own_rt) -> Batch:
-    """Rows that hold turns of one trajectory each; `own` says which turns are trained in a row."""
+    """Rows with turns of one trajectory each; `own_rt` marks the turns that are trained in a row.
+
+    `credit` is (advantage, weight, target or None).
+    """
     check_axes(trajectories)
-    length_nt, begins_nt = filled(trajectories)
+    length_nt, begins_nt = resolve_lengths(trajectories)
     num_rows, num_turns, slots = turn_rts.shape
     context_rt = jnp.cumsum(begins_nt, axis=1)[trajectory_r]  # numbered from 1 within a trajectory
-    later_rt = jnp.cumsum(own_rt[:, ::-1], axis=1)[:, ::-1] > 0  # an own turn stands here or later
+    later_rt = jnp.cumsum(own_rt[:, ::-1], axis=1)[:, ::-1] > 0  # an own turn is here or later
     own_contexts_rt = (own_rt[:, None, :] & (context_rt[:, :, None] == context_rt[:, None, :])).any(axis=2)
     shown_rt = own_rt | (later_rt & own_contexts_rt)
     slot_rts = jnp.broadcast_to(jnp.arange(slots), turn_rts.shape)
     exists_rts = (slot_rts < length_nt[trajectory_r][:, :, None]) & shown_rt[:, :, None]
     exists_rs = exists_rts.reshape(num_rows, -1)
-    order_rs = jnp.argsort(~exists_rs, axis=1, stable=True)  # what exists comes first
+    order_rs = jnp.argsort(~exists_rs, axis=1, stable=True)  # existing tokens first
     turn_rs, slot_rs, exists_rs = (
         jnp.take_along_axis(x.reshape(num_rows, -1), order_rs, axis=1) for x in (turn_rts, slot_rts, exists_rs)
     )
@@ -59,13 +62,13 @@ def _plain(trajectories: Trajectories, credit: tuple, trajectory_r, turn_rts, ow
         jnp.where(exists_rs, slot_rs, -1),
     )
     trained_rs = exists_rs & jnp.take_along_axis(own_rt, turn_rs, axis=1)
-    return _gathered(
+    return _gather(
         trajectories, credit, index, trained_rs, *(jnp.where(exists_rs, x, 0) for x in (segment_rs, position_rs))
     )
 
 
-def _gathered(trajectories: Trajectories, credit: tuple, index, trained_rs, segment_rs, position_rs) -> Batch:
-    """The batch whose token at [r, s] is the trajectories' at `index`; credit is advantage, weight, target or None."""
+def _gather(trajectories: Trajectories, credit: tuple, index, trained_rs, segment_rs, position_rs) -> Batch:
+    """The batch whose token at [r, s] is that of the trajectories at `index`."""
     adv, weights, target = credit
     exists_rs = segment_rs > 0
     chosen_rs = trained_rs & jnp.asarray(trajectories.chosen)[index]
@@ -89,7 +92,7 @@ def _gathered(trajectories: Trajectories, credit: tuple, index, trained_rs, segm
 
 
 def place(x_ntl: AnyArray, batch: Batch) -> Array:
-    """Per-token values of the trajectories, laid out as the batch is; 0 on padding -> x_rs."""
+    """Per-token values of the trajectories in the layout of the batch; 0 on padding -> x_rs."""
     value_rs = jnp.asarray(x_ntl)[batch.trajectory, batch.turn, batch.slot]
     return jnp.where(jnp.asarray(batch.segments) > 0, value_rs, 0)
 
@@ -102,44 +105,46 @@ def unpack(x_rs: AnyArray, batch: Batch, shape: tuple[int, ...]) -> Array:
     return jnp.zeros(shape, jnp.asarray(x_rs).dtype).at[trajectory_rs, batch.turn, batch.slot].set(x_rs, mode="drop")
 
 
-def filled(trajectories: Trajectories) -> tuple[Array, Array]:
-    """`length` and `begins` with their defaults worked out: (length_nt, begins_nt)."""
+def resolve_lengths(trajectories: Trajectories) -> tuple[Array, Array]:
+    """`length` and `starts_context` with their defaults resolved: (length_nt, begins_nt)."""
     slots = trajectories.chosen.shape[2]
-    ends_nt = jnp.max(jnp.where(trajectories.actions, jnp.arange(1, slots + 1)[None, None, :], 0), axis=2)
+    ends_nt = jnp.max(jnp.where(trajectories.action_mask, jnp.arange(1, slots + 1)[None, None, :], 0), axis=2)
     length_nt = ends_nt if trajectories.length is None else trajectories.length
     length_nt = jnp.where(jnp.asarray(trajectories.turns), length_nt, 0)
     first_nt = jnp.broadcast_to(jnp.arange(length_nt.shape[1]) == 0, length_nt.shape)
-    return length_nt, first_nt if trajectories.begins is None else first_nt | jnp.asarray(trajectories.begins)
+    return length_nt, first_nt if trajectories.starts_context is None else first_nt | jnp.asarray(
+        trajectories.starts_context
+    )
 
 
 def token_fields(trajectories: Trajectories, lay: Callable[[AnyArray], AnyArray]) -> dict[str, Any]:
-    """Collect what was sampled and scored of each token, laid out by `lay` under the names that a batch has for it.
+    """The log-probabilities and values of the trajectories, laid out by `lay`, under their names in a batch.
 
-    `logp_old` is `logp_sampled` where it has not been scored.
+    `logp_old` is `logp_sampled` unless it was scored.
     """
-    given = {
+    fields = {
         "logp_sampled": trajectories.logp_sampled,
         "logp_old": trajectories.logp_old,
         "logp_ref": trajectories.logp_ref,
         "value_old": trajectories.value,
     }
-    laid = {name: lay(x_ntl) for name, x_ntl in given.items() if x_ntl is not None}
+    laid = {name: lay(x_ntl) for name, x_ntl in fields.items() if x_ntl is not None}
     return {"logp_old": laid["logp_sampled"]} | laid
 
 
-def full_batch(words: int, rows: int, length: int, *, segments: int = 1, samples: int = 8) -> Batch:
-    """Make rows of random words but 0 to measure with: advantages of both signs, all but a segment's first sampled.
+def full_batch(vocabulary: int, rows: int, length: int, *, segments: int = 1, samples: int = 8) -> Batch:
+    """Rows of random tokens, for benchmarks: advantages of both signs; all but a segment's first token are chosen.
 
-    The segments of a row are as long as one another, but for the last, which has the rest; `samples` rows are a group.
+    The segments of a row have equal lengths, except for the last, which has the remainder; `samples` rows are a group.
     """
     row_rs, slot_rs = np.indices((rows, length), np.int32)
-    each = length // segments
-    segment_rs = np.minimum(slot_rs // each, segments - 1)
-    position_rs = slot_rs - segment_rs * each
+    segment_length = length // segments
+    segment_rs = np.minimum(slot_rs // segment_length, segments - 1)
+    position_rs = slot_rs - segment_rs * segment_length
     chosen_rs = position_rs > 0
-    logp_rs = np.where(chosen_rs, -np.log(words), 0.0).astype(np.float32)
+    logp_rs = np.where(chosen_rs, -np.log(vocabulary), 0.0).astype(np.float32)
     return Batch(
-        tokens=np.random.default_rng(0).integers(1, words, (rows, length), np.int32),
+        tokens=np.random.default_rng(0).integers(1, vocabulary, (rows, length), np.int32),
         positions=position_rs,
         segments=segment_rs + 1,
         trajectory=row_rs,

@@ -1,10 +1,10 @@
 """Pack ragged or dense trajectories into fixed rows of tokens: `pack` makes a `Batch`, `account` its ledger.
 
-    sort by length -> deal to ranks -> best fit into rows -> the same number of rows for every rank
+    sort by length -> assign to ranks -> best fit into rows -> an equal number of rows for every rank
 
-A context is one segment: a whole trajectory where its context appends, a turn where each is rendered afresh.
-Segments do not see each other; `prefix_tree` packs what they begin with alike once.
-All of it is NumPy on the host; `layouts` has plain layouts that compile. The loss is the same in all of them (F3).
+A context is one segment: a whole trajectory if its turns extend one context, a turn if each is rendered afresh.
+Segments do not attend to each other; `prefix_tree` packs shared prefixes once. All of it is NumPy on the host;
+`layouts` has plain layouts that compile. The loss is the same in all of them (F3).
 """
 
 import bisect
@@ -15,18 +15,18 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from flowgrpo.batching.collate import collate
-from flowgrpo.batching.layouts import filled, token_fields
+from flowgrpo.batching.layouts import resolve_lengths, token_fields
 from flowgrpo.types import BadInput, Batch, Fate, Ledger, Trajectories, Trajectory, check_axes
 
 TooLong = Literal["error", "split", "drop"]
 
 
 class Segments(NamedTuple):
-    """Runs of the flat token order that stay together in a row, k of them."""
+    """k runs of the flat token order, each contiguous in one row."""
 
     start: np.ndarray  # first token, as an index into the flat order
     length: np.ndarray
-    origin: np.ndarray  # position of its first token: not 0 where a trajectory was split at a turn
+    origin: np.ndarray  # position of its first token: not 0 if a trajectory was split at a turn
 
 
 def pack(
@@ -41,15 +41,20 @@ def pack(
     skip_no_signal: bool = False,
     target=None,
 ) -> Batch:
-    """Pack trajectories into rows of `row_length` tokens, best fit, the same number of rows for each rank.
+    """Pack trajectories into rows of `row_length` tokens, best fit, an equal number of adjacent rows for each rank.
 
-    `adv`, `weights` and `target` are [n, t] (the same for a turn's chosen tokens) or [n, t, l]. Rows of a
-    rank are adjacent. `rows` fixes their number over all ranks; by default it is what is needed. What
-    weighs nothing is left out; with `skip_no_signal` so is what has no advantage, which is exact for
-    algorithms whose `skips` is true. A trajectory longer than a row is an error, or is split at turns
-    ("split": later parts keep their positions but no longer see the earlier ones, so score `logp_old`
-    afterwards), or is left out ("drop"). `logp_old` is taken from the trajectories where they have been
-    scored, else it is `logp_sampled`.
+    Args:
+        trajectories: dense, or ragged records. `logp_old` is theirs if it was scored, else `logp_sampled`.
+        adv: advantages [n, t] (for all chosen tokens of a turn) or [n, t, l].
+        weights: weights of the tokens in the loss, of the same shape; trajectories of weight 0 are left out.
+        row_length: tokens of a row.
+        rows: number of rows over all ranks; by default as many as needed.
+        ranks: processes, or mini-batches, among which trajectories are distributed.
+        too_long: what to do with a context longer than a row: "error"; "split" at turns (later parts keep their
+            positions but no longer see the earlier ones, so score `logp_old` afterwards); or "drop" the trajectory.
+        skip_no_signal: also leave out trajectories without an advantage, which is exact for algorithms with
+            `skips_zero_advantage` (F8).
+        target: the critic's targets, shaped like `adv`.
     """
     trajectories, length_nt, begins_nt, actions_ntl = read_trajectories(trajectories)
     adv_ntl, weight_ntl = per_token("adv", adv, actions_ntl), per_token("weights", weights, actions_ntl)
@@ -63,54 +68,54 @@ def pack(
 
 
 def lay_out(index: "Index", trajectories: Trajectories, actions_ntl, adv_ntl, weight_ntl, target) -> Batch:
-    """All that the index says where it lies."""
-    fields = token_fields(trajectories, lambda x_ntl: index.lay(np.asarray(x_ntl, np.float32)))
+    """The batch laid out by `index`."""
+    fields = token_fields(trajectories, lambda x_ntl: index.gather(np.asarray(x_ntl, np.float32)))
     if target is not None:
-        fields["target"] = index.lay(per_token("target", target, actions_ntl))
-    trajectory_rs, turn_rs, slot_rs = index.places()
+        fields["target"] = index.gather(per_token("target", target, actions_ntl))
+    trajectory_rs, turn_rs, slot_rs = index.unravel()
     return Batch(
-        tokens=index.lay(np.asarray(trajectories.tokens, np.int32)),
+        tokens=index.gather(np.asarray(trajectories.tokens, np.int32)),
         positions=index.positions,
         segments=index.segments,
         trajectory=trajectory_rs,
         turn=turn_rs,
         slot=slot_rs,
         group=np.where(index.segments > 0, np.asarray(trajectories.group)[trajectory_rs], -1),
-        chosen=index.lay(actions_ntl),
-        advantage=index.lay(adv_ntl),
-        weight=index.lay(weight_ntl),
-        version=index.lay(np.asarray(trajectories.version, np.int32)),
+        chosen=index.gather(actions_ntl),
+        advantage=index.gather(adv_ntl),
+        weight=index.gather(weight_ntl),
+        version=index.gather(np.asarray(trajectories.version, np.int32)),
         **fields,
     )
 
 
 def fill_rate(batch: Batch) -> float:
-    """The share of slots that hold a token; of a tree's, where rows are trees."""
+    """Fraction of slots that contain a token; of the tree's slots, if rows are trees."""
     return float((np.asarray(batch.segments if batch.tree is None else batch.tree.ends) > 0).mean())
 
 
 def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: Batch, *, adv=None) -> Ledger:
     """Count every generated token by its fate between trajectories and batch (A6).
 
-    Pass `adv` where the batch was packed with `skip_no_signal`. The check fails for tokens that weigh
-    something and are missing for no known reason.
+    Pass `adv` if the batch was packed with `skip_no_signal`. Raises if tokens of non-zero weight are missing for no
+    known reason.
     """
     trajectories, length_nt, begins_nt, actions_ntl = read_trajectories(trajectories)
     weight_ntl, count = per_token("weights", weights, actions_ntl), len(length_nt)
     valid_n = np.asarray(trajectories.valid)
-    trained_n = np.bincount(np.asarray(batch.trajectory)[np.asarray(batch.live)], minlength=count)
-    weighing_n = (actions_ntl & (weight_ntl != 0)).sum(axis=(1, 2))
-    idle_n = actions_ntl.sum(axis=(1, 2)) - weighing_n
+    trained_n = np.bincount(np.asarray(batch.trajectory)[np.asarray(batch.loss_mask)], minlength=count)
+    weighted_n = (actions_ntl & (weight_ntl != 0)).sum(axis=(1, 2))
+    weightless_n = actions_ntl.sum(axis=(1, 2)) - weighted_n
     skipped_n = np.zeros(count, bool) if adv is None else ~takes_part(weight_ntl, per_token("adv", adv, actions_ntl))
     absent_n = trained_n == 0
     row_length = (batch.tokens if batch.tree is None else batch.tree.tokens).shape[1]
     too_long_n = absent_n & ~skipped_n & (_longest(length_nt, begins_nt) > row_length)
     fates = {
         Fate.TRAINED: trained_n.sum(),
-        Fate.MASKED_INVALID: idle_n[~valid_n].sum(),
-        Fate.MASKED_WEIGHTLESS: idle_n[valid_n].sum(),
-        Fate.DROPPED_TOO_LONG: weighing_n[too_long_n].sum(),
-        Fate.DROPPED_NO_SIGNAL: weighing_n[absent_n & skipped_n].sum(),
+        Fate.MASKED_INVALID: weightless_n[~valid_n].sum(),
+        Fate.MASKED_WEIGHTLESS: weightless_n[valid_n].sum(),
+        Fate.DROPPED_TOO_LONG: weighted_n[too_long_n].sum(),
+        Fate.DROPPED_NO_SIGNAL: weighted_n[absent_n & skipped_n].sum(),
     }
     return Ledger(int(actions_ntl.sum()), {fate: int(tokens) for fate, tokens in fates.items()}).check()
 
@@ -121,11 +126,11 @@ def account(trajectories: Trajectories | Sequence[Trajectory], weights, batch: B
 def read_trajectories(
     trajectories: Trajectories | Sequence[Trajectory],
 ) -> tuple[Trajectories, np.ndarray, np.ndarray, np.ndarray]:
-    """(dense trajectories, length_nt, begins_nt, actions_ntl); the last has the slots of the longest turn."""
+    """(dense trajectories, length_nt, begins_nt, actions_ntl), the last cut to the longest turn's slots."""
     if not isinstance(trajectories, Trajectories):
         trajectories = collate(trajectories)
     check_axes(trajectories)
-    length_nt, begins_nt = (np.asarray(x) for x in filled(trajectories))
+    length_nt, begins_nt = (np.asarray(x) for x in resolve_lengths(trajectories))
     slots = np.shape(trajectories.tokens)[2]
     if length_nt.max() > slots:
         raise BadInput(f"Trajectories.length says {length_nt.max()}, but a turn has {slots} slots")
@@ -139,7 +144,7 @@ def read_trajectories(
 
 
 def filled_slots(length_nt: np.ndarray, slots: int) -> np.ndarray:
-    """Say which slots hold a token -> bool_ntl."""
+    """Whether a slot contains a token -> bool_ntl."""
     return np.arange(slots) < length_nt[:, :, None]
 
 
@@ -160,18 +165,18 @@ def per_token(name: str, x, actions_ntl: np.ndarray) -> np.ndarray:
 
 
 def takes_part(weight_ntl: np.ndarray, adv_ntl: np.ndarray | None) -> np.ndarray:
-    """Trajectories with a token that weighs something (and has an advantage, where that is asked for)."""
+    """Whether a trajectory has a token of non-zero weight (and of non-zero advantage, if `adv_ntl` is given)."""
     counts_ntl = weight_ntl != 0 if adv_ntl is None else (weight_ntl != 0) & (adv_ntl != 0)
     return counts_ntl.any(axis=(1, 2))
 
 
 def cut_segments(
-    every_nt: np.ndarray, begins_nt: np.ndarray, taken_n: np.ndarray, row_length: int, too_long: TooLong
+    full_length_nt: np.ndarray, begins_nt: np.ndarray, taken_n: np.ndarray, row_length: int, too_long: TooLong
 ) -> Segments:
-    """One segment for each context; too long ones as told."""
+    """One segment for each context; longer ones than a row are handled as `too_long` says."""
     if too_long not in ("error", "split", "drop"):
         raise BadInput(f"too_long is {too_long!r}, but must be error, split or drop")
-    length_nt = every_nt * taken_n[:, None]
+    length_nt = full_length_nt * taken_n[:, None]
     longest_n = _longest(length_nt, begins_nt)
     over_n = longest_n > row_length
     if over_n.any() and too_long == "error":
@@ -183,22 +188,22 @@ def cut_segments(
     if over_n.any() and too_long == "drop":
         length_nt = length_nt * ~over_n[:, None]
     cut_nt = _cuts(length_nt, begins_nt, over_n & (too_long == "split"), row_length)
-    return _between_cuts(every_nt, length_nt, begins_nt, cut_nt)
+    return _between_cuts(full_length_nt, length_nt, begins_nt, cut_nt)
 
 
 def _longest(length_nt: np.ndarray, begins_nt: np.ndarray) -> np.ndarray:
-    """Tokens of a trajectory's longest context, before any split."""
+    """Number of tokens of a trajectory's longest context, before any split."""
     return (length_nt + _before_in_context(length_nt, begins_nt)).max(axis=1)
 
 
 def _before_in_context(length_nt: np.ndarray, begins_nt: np.ndarray) -> np.ndarray:
-    """Tokens of a turn's context that stand before the turn."""
+    """Number of tokens of a turn's context before the turn."""
     before_nt = np.cumsum(length_nt, axis=1) - length_nt
     return before_nt - np.maximum.accumulate(np.where(begins_nt, before_nt, 0), axis=1)
 
 
 def _cuts(length_nt: np.ndarray, begins_nt: np.ndarray, split_n: np.ndarray, row_length: int) -> np.ndarray:
-    """Say whether a segment starts at this turn -> bool_nt."""
+    """Whether a segment starts at a turn -> bool_nt."""
     cut_nt = begins_nt.copy()
     for i in np.flatnonzero(split_n):
         used = 0
@@ -214,32 +219,34 @@ def _cuts(length_nt: np.ndarray, begins_nt: np.ndarray, split_n: np.ndarray, row
     return cut_nt
 
 
-def _between_cuts(every_nt: np.ndarray, length_nt: np.ndarray, begins_nt: np.ndarray, cut_nt: np.ndarray) -> Segments:
-    """The segments that begin at the cuts; `every` counts all slots, `length` those that take part."""
-    start_nt = (np.cumsum(every_nt) - every_nt.ravel()).reshape(every_nt.shape)
+def _between_cuts(
+    full_length_nt: np.ndarray, length_nt: np.ndarray, begins_nt: np.ndarray, cut_nt: np.ndarray
+) -> Segments:
+    """The segments that start at the cuts; `full_length_nt` counts all tokens, `length_nt` those that take part."""
+    start_nt = (np.cumsum(full_length_nt) - full_length_nt.ravel()).reshape(full_length_nt.shape)
     number_nt = np.cumsum(cut_nt).reshape(cut_nt.shape) - 1
     length_k = np.bincount(number_nt.ravel(), weights=length_nt.ravel()).astype(np.int64)
     origin_k = _before_in_context(length_nt, begins_nt)[cut_nt]
-    holds_k = length_k > 0
-    return Segments(start_nt[cut_nt][holds_k], length_k[holds_k], origin_k[holds_k])
+    exists_k = length_k > 0
+    return Segments(start_nt[cut_nt][exists_k], length_k[exists_k], origin_k[exists_k])
 
 
 # From segments to rows --------------------------------------------------------------------------------
 
 
 def _assign(length_k: np.ndarray, row_length: int, ranks: int, rows: int | None) -> tuple[np.ndarray, np.ndarray, int]:
-    """(row, offset) of every segment and the number of rows, a multiple of `ranks`."""
+    """(row, offset) of each segment, and the number of rows, a multiple of `ranks`."""
     if ranks < 1 or (rows is not None and (rows < 1 or rows % ranks)):
         raise BadInput(f"rows={rows} can't be shared equally by ranks={ranks}: use a positive multiple")
     order_k = np.argsort(-length_k, kind="stable")
     turn_k = np.arange(len(length_k)) % (2 * ranks)
     rank_k = np.empty(len(length_k), np.int64)
-    rank_k[order_k] = np.minimum(turn_k, 2 * ranks - 1 - turn_k)  # there and back again, so that ranks even out
+    rank_k[order_k] = np.minimum(turn_k, 2 * ranks - 1 - turn_k)  # back and forth, so that ranks even out
     row_k, offset_k = np.zeros(len(length_k), np.int64), np.zeros(len(length_k), np.int64)
     needed = 1
     for rank in range(ranks):
-        own = np.flatnonzero(rank_k == rank)
-        row_k[own], offset_k[own], used = best_fit(length_k[own], row_length)
+        segment = np.flatnonzero(rank_k == rank)
+        row_k[segment], offset_k[segment], used = best_fit(length_k[segment], row_length)
         needed = max(needed, used)
     if rows is not None and needed * ranks > rows:
         raise BadInput(
@@ -252,8 +259,8 @@ def _assign(length_k: np.ndarray, row_length: int, ranks: int, rows: int | None)
 def best_fit(length_k: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Best-fit decreasing: each segment, longest first, goes into the fullest row that takes it.
 
-    Returns (row, offset) of each and the number of rows. Segments of one length are placed together: a
-    row that takes one becomes the fullest that takes the next, so it takes as many as it holds.
+    Returns (row, offset) of each, and the number of rows. Segments of one length are placed together: a
+    row that takes one becomes the fullest that takes the next, so it takes as many as fit.
     """
     row_k, offset_k = np.zeros(len(length_k), np.int64), np.zeros(len(length_k), np.int64)
     order_k = np.argsort(-length_k, kind="stable")
@@ -266,35 +273,35 @@ def best_fit(length_k: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndar
             if not candidates:
                 room, fresh = row_length, math.ceil(len(waiting) / (row_length // size))
                 candidates, num_rows = list(range(num_rows, num_rows + fresh)), num_rows + fresh
-            each = room // size
-            used = min(math.ceil(len(waiting) / each), len(candidates))
-            placed, waiting = waiting[: used * each], waiting[used * each :]
-            row_k[placed] = np.repeat(candidates[:used], each)[: len(placed)]
-            offset_k[placed] = row_length - room + size * (np.arange(len(placed)) % each)
-            full, rest = divmod(len(placed), each)
-            rows.put(room - each * size, candidates[:full])
-            rows.put(room - rest * size, candidates[full:used])
+            per_row = room // size
+            used = min(math.ceil(len(waiting) / per_row), len(candidates))
+            placed, waiting = waiting[: used * per_row], waiting[used * per_row :]
+            row_k[placed] = np.repeat(candidates[:used], per_row)[: len(placed)]
+            offset_k[placed] = row_length - room + size * (np.arange(len(placed)) % per_row)
+            full, remainder = divmod(len(placed), per_row)
+            rows.put(room - per_row * size, candidates[:full])
+            rows.put(room - remainder * size, candidates[full:used])
             rows.put(room, candidates[used:])
     return row_k, offset_k, num_rows
 
 
 class OpenRows:
-    """Rows by the room that is left in them."""
+    """Rows by their free room."""
 
     def __init__(self):
         self._rows: dict[int, list[int]] = {}
         self._rooms: list[int] = []  # the keys of `_rows`, sorted
 
     def take(self, size: int) -> tuple[int, list[int]]:
-        """The least room of at least `size`, and all rows that have it; no rows where there is none."""
-        at = bisect.bisect_left(self._rooms, size)
-        if at == len(self._rooms):
+        """The smallest room of at least `size`, and all rows that have it; none if there are none."""
+        index = bisect.bisect_left(self._rooms, size)
+        if index == len(self._rooms):
             return 0, []
-        room = self._rooms.pop(at)
+        room = self._rooms.pop(index)
         return room, self._rows.pop(room)
 
     def put(self, room: int, rows: list[int]) -> None:
-        """Give rows back with the room that they have now."""
+        """Return rows with the room that they have now."""
         if room == 0 or not rows:
             return
         if room not in self._rows:
@@ -303,22 +310,22 @@ class OpenRows:
 
 
 class Index(NamedTuple):
-    """Layout of a batch: the source of each of its tokens, and the fields that only the layout determines."""
+    """Layout of a batch: the source of each of its tokens, and the fields that depend on the layout only."""
 
     source: np.ndarray  # r * s: index into the trajectories' [n, t, l], 0 on padding
-    padding: np.ndarray  # the slots that hold no token
+    padding: np.ndarray  # slots without a token
     segments: np.ndarray  # r s
     positions: np.ndarray  # r s
     shape: tuple[int, int, int]  # n, t and l up to the longest turn
 
-    def lay(self, x_ntl: np.ndarray) -> np.ndarray:
-        """Values of the trajectories, laid out; 0 on padding -> x_rs."""
+    def gather(self, x_ntl: np.ndarray) -> np.ndarray:
+        """Values of the trajectories at each token of the batch; 0 on padding -> x_rs."""
         out = x_ntl[:, :, : self.shape[2]].reshape(-1).take(self.source)
         out[self.padding] = 0
         return out.reshape(self.segments.shape)
 
-    def places(self) -> list[np.ndarray]:
-        """Locate each token, -1 on padding -> [trajectory_rs, turn_rs, slot_rs]."""
+    def unravel(self) -> list[np.ndarray]:
+        """Index of each token in the trajectories, -1 on padding -> [trajectory_rs, turn_rs, slot_rs]."""
         places = np.stack(np.unravel_index(self.source, self.shape)).astype(np.int32)
         places[:, self.padding] = -1
         return list(places.reshape(3, *self.segments.shape))
@@ -327,7 +334,7 @@ class Index(NamedTuple):
 def _index(
     segments: Segments, row_k: np.ndarray, offset_k: np.ndarray, shape: tuple[int, int], exists_ntl: np.ndarray
 ) -> Index:
-    """The layout of segments at their rows and offsets; segments are numbered 1.. along each row."""
+    """The layout of segments at their rows and offsets; segments are numbered from 1 in each row."""
     length_k = segments.length
     order_k = np.lexsort((offset_k, row_k))
     sorted_k = row_k[order_k]

@@ -1,19 +1,19 @@
-"""Pack trajectories into prefix trees: what contexts begin with alike is laid out, and computed, once.
+"""Pack trajectories into prefix trees: shared prefixes of contexts are laid out, and computed, once.
 
-    contexts -> sort, like words of a dictionary -> neighbours share what they begin with -> depth first into rows
+    contexts -> sort lexicographically -> neighbours share prefixes -> depth first into rows
 
-A row holds a forest of tokens, each after those that stand before it in its contexts, and `tree_ends` says how far the
-tokens reach that go on from it: i sees j where j <= i < end_j. Of two contexts `a b c d` and `a b e`, and a third `f`:
+A row holds a forest of tokens, each after those before it in its contexts; `tree_ends` is the end of each token's
+subtree: i attends to j iff j <= i < end_j. For the contexts `a b c d`, `a b e` and `f`:
 
     tree        a  b  c  d  e  f
     positions   0  1  2  3  2  0
     ends        5  5  4  4  5  6
 
-What is scored stands apart, an entry for each chosen token of each context: its fields as in any `Batch`, and `after`,
-the token of the tree whose hidden state predicts it. Contexts share whatever they begin with, whoever chose it: the
-instructions of a run, the prompt of a group, turns before a branch, one text that is rendered afresh each turn. The
-last token of a context predicts nothing, and is no part of the tree. All of it is NumPy on the host, and the loss is
-that of every other layout (F3).
+Scored tokens are separate entries, one for each chosen token of each context: the fields of any `Batch`, and
+`predecessor`, the node of the tree whose hidden state predicts the token. Contexts share any common prefix: the
+instructions of a run, the prompt of a group, turns before a branch, a text that is rendered afresh each turn. The last
+token of a context predicts nothing, and is not in the tree. All of it is NumPy on the host, and the loss is that of
+every other layout (F3).
 """
 
 import math
@@ -37,31 +37,31 @@ from flowgrpo.batching.packing import (
 )
 from flowgrpo.types import BadInput, Batch, Trajectories, Trajectory
 
-TREE_TOKENS = 4096  # at most, unless a context is longer: a micro-batch that fills a device
-LEAST_TREE = 1024  # tokens of a micro-batch, however few rows it is to have: below it contexts have little to share
+TREE_TOKENS = 4096  # maximum size of a tree, unless a context is longer: a micro-batch that fills a device
+LEAST_TREE = 1024  # minimum tokens of a micro-batch: in smaller trees contexts share little
 BLOCK = 128
 
 
 class Contexts(NamedTuple):
-    """k contexts in the order of their tokens, rank by rank, and their c chosen tokens in the same order."""
+    """k contexts in lexicographic order, rank by rank, and their c chosen tokens in the same order."""
 
     start: np.ndarray  # k: first token, as an index into the flat order
-    size: np.ndarray  # k: tokens before the last chosen one, which have to be computed
+    size: np.ndarray  # k: number of tokens before the last chosen one, which have to be computed
     origin: np.ndarray  # k: position of the first token
-    shared: np.ndarray  # k: tokens in common with the context before
+    shared: np.ndarray  # k: number of tokens in common with the previous context
     rank: np.ndarray  # k
-    count: np.ndarray  # k: chosen tokens
-    chosen: np.ndarray  # c: tokens of the context before a chosen one
+    count: np.ndarray  # k: number of chosen tokens
+    chosen: np.ndarray  # c: number of tokens of the context before a chosen one
 
 
 class Places(NamedTuple):
-    """Where each context goes: k of each."""
+    """The place of each of k contexts."""
 
     row: np.ndarray  # within its rank
     number: np.ndarray  # within its row, from 1
-    shared: np.ndarray  # tokens in common with the context before it in its row
-    tree: np.ndarray  # of its first own token in the row's tree
-    entry: np.ndarray  # of its first entry
+    shared: np.ndarray  # number of tokens in common with the previous context of the row
+    tree: np.ndarray  # slot of its first own token in the row's tree
+    entry: np.ndarray  # slot of its first entry
 
 
 def pack_tree(
@@ -77,12 +77,16 @@ def pack_tree(
     target=None,
     entries: int | None = None,
 ) -> Batch:
-    """Pack trajectories into rows of trees of `row_length` tokens, each with up to `entries` tokens that are scored.
+    """Pack trajectories into rows of trees of `row_length` tokens, each with up to `entries` scored tokens.
 
-    Rows are filled in the order of the contexts, so that those of a row begin alike; what a row shares with the one
-    before it is there again. A context is never parted. Each rank gets the next trajectories in the order of their
-    groups, equally many but for one, and equally many rows. By default there are as many entries as tokens of a tree.
-    The rest is as in `pack`.
+    Rows are filled in the order of the contexts, so that those of a row share prefixes; what a row shares with the
+    previous one is repeated. A context is never split over rows. Each rank gets the next trajectories in the order of
+    their groups, equal numbers up to one, and an equal number of rows.
+
+    Args:
+        entries: scored tokens per row; by default `row_length`.
+
+    The other arguments are those of `pack`; `too_long="split"` splits at turns.
     """
     trajectories, length_nt, begins_nt, actions_ntl = read_trajectories(trajectories)
     adv_ntl, weight_ntl = per_token("adv", adv, actions_ntl), per_token("weights", weights, actions_ntl)
@@ -109,58 +113,73 @@ def pack_tree(
     per_rank = needed if rows is None else rows // ranks
     places = places._replace(row=places.row + contexts.rank * per_rank)
     tree = _lay_trees(contexts, places, tokens_q, (per_rank * ranks, row_length))
-    index, after_rs = _lay_entries(contexts, places, source_q, tree, (per_rank * ranks, entries), actions_ntl.shape)
+    index, predecessor_rs = _lay_entries(
+        contexts, places, source_q, tree, (per_rank * ranks, entries), actions_ntl.shape
+    )
     batch = lay_out(index, trajectories, actions_ntl, adv_ntl, weight_ntl, target)
     tokens_ru, positions_ru, ends_ru, _ = tree
-    return batch.replace(tree_tokens=tokens_ru, tree_positions=positions_ru, tree_ends=ends_ru, after=after_rs)
+    return batch.replace(
+        tree_tokens=tokens_ru, tree_positions=positions_ru, tree_ends=ends_ru, predecessor=predecessor_rs
+    )
 
 
 def make_packer(
-    shares: bool, *, longest: int, trajectories: int, turns: int = 1, micro_rows: int = 16, ranks: int = 1
+    use_trees: bool,
+    *,
+    max_trajectory_tokens: int,
+    trajectories: int,
+    turns: int = 1,
+    micro_rows: int = 16,
+    ranks: int = 1,
 ) -> Callable[..., Batch]:
-    """`pack_tree`, or `pack` where nothing is to be shared, in rows of one shape that suffices whatever is sampled.
+    """`pack_tree`, or `pack` without `use_trees`, with a fixed row shape that suffices whatever is sampled.
 
-    There are at most `turns` contexts in each of so many trajectories, the longest of so many tokens. A tree is to take
-    the place of a micro-batch of `micro_rows` rows.
+    Args:
+        use_trees: whether prefixes are shared.
+        max_trajectory_tokens: tokens of the longest possible trajectory.
+        trajectories: number of trajectories of a batch.
+        turns: maximum number of contexts of a trajectory.
+        micro_rows: a tree replaces a micro-batch of so many rows.
+        ranks: see `pack`.
     """
-    if shares:
-        sizes = tree_sizes(longest, trajectories, turns, micro_rows=micro_rows, ranks=ranks)
+    if use_trees:
+        sizes = tree_sizes(max_trajectory_tokens, trajectories, turns, micro_rows=micro_rows, ranks=ranks)
         return partial(pack_tree, ranks=ranks, **sizes)
     contexts = trajectories * turns
-    return partial(pack, row_length=longest, rows=contexts + -contexts % ranks, ranks=ranks)
+    return partial(pack, row_length=max_trajectory_tokens, rows=contexts + -contexts % ranks, ranks=ranks)
 
 
 def tree_sizes(
-    longest: int, trajectories: int, turns: int = 1, *, micro_rows: int = 16, ranks: int = 1
+    max_trajectory_tokens: int, trajectories: int, turns: int = 1, *, micro_rows: int = 16, ranks: int = 1
 ) -> dict[str, int]:
-    """`row_length` and `rows` of `pack_tree` that suffice where nothing is shared, as `make_packer` has them.
+    """`row_length` and `rows` for `pack_tree` that suffice even if nothing is shared.
 
-    A tree has the place of a micro-batch of `micro_rows` rows, or of 1,024 tokens, at most. Long trees repeat little of
-    what the tree before them holds, and short ones leave little of the last one empty: the square root of the contexts
-    balances the two. Its tokens are a multiple of 128, which kernels work in, unless it holds a single context.
+    A tree is at most as large as a micro-batch of `micro_rows` rows, or 1,024 tokens. Long trees repeat little of the
+    previous tree, and short ones leave little of the last one empty: the square root of the number of contexts balances
+    the two. Its size is a multiple of 128, the block of the kernels, unless it holds a single context.
     """
-    most = min(TREE_TOKENS, max(micro_rows * longest, LEAST_TREE))
-    blocks = min(math.ceil(math.isqrt(trajectories * turns) * longest / BLOCK), most // BLOCK)
-    row_length = max(longest, blocks * BLOCK)
+    max_size = min(TREE_TOKENS, max(micro_rows * max_trajectory_tokens, LEAST_TREE))
+    blocks = min(math.ceil(math.isqrt(trajectories * turns) * max_trajectory_tokens / BLOCK), max_size // BLOCK)
+    row_length = max(max_trajectory_tokens, blocks * BLOCK)
     contexts = math.ceil(trajectories / ranks) * turns  # of a rank, in rows that each hold that many at least
-    return {"row_length": row_length, "rows": ranks * math.ceil(contexts / (row_length // longest))}
+    return {"row_length": row_length, "rows": ranks * math.ceil(contexts / (row_length // max_trajectory_tokens))}
 
 
 def count_tokens(batch: Batch) -> tuple[int, int]:
-    """(tokens of all contexts, each laid out alone; tokens that are computed): equal where nothing is shared."""
+    """(number of tokens of all contexts laid out separately, number computed); equal if nothing is shared."""
     segments_rs = np.asarray(batch.segments)
     if batch.tree is None:
         return (tokens := int((segments_rs > 0).sum())), tokens
-    ends_ru, after_rs = np.asarray(batch.tree_ends), np.asarray(batch.after)
+    ends_ru, predecessor_rs = np.asarray(batch.tree_ends), np.asarray(batch.predecessor)
     place_u = np.arange(ends_ru.shape[1])
     before_ru = np.pad(np.maximum.accumulate(ends_ru, axis=1), ((0, 0), (1, 0)))[:, :-1]
     root_ru = np.maximum.accumulate(np.where(place_u >= before_ru, place_u, 0), axis=1)
     positions_ru = np.asarray(batch.tree_positions)
     depth_ru = positions_ru - np.take_along_axis(positions_ru, root_ru, axis=1) + 1
-    depth_rs = np.take_along_axis(depth_ru, np.maximum(after_rs, 0), axis=1)
+    depth_rs = np.take_along_axis(depth_ru, np.maximum(predecessor_rs, 0), axis=1)
     longest = np.zeros((len(segments_rs), segments_rs.max(initial=0) + 1), np.int64)
     row_rs = np.broadcast_to(np.arange(len(segments_rs))[:, None], segments_rs.shape)
-    np.maximum.at(longest, (row_rs, segments_rs), np.where(after_rs < 0, 0, depth_rs))
+    np.maximum.at(longest, (row_rs, segments_rs), np.where(predecessor_rs < 0, 0, depth_rs))
     return int(longest[:, 1:].sum()), int((ends_ru > 0).sum())
 
 
@@ -168,7 +187,7 @@ def count_tokens(batch: Batch) -> tuple[int, int]:
 
 
 def _ranks(group_n: np.ndarray, taken_n: np.ndarray, ranks: int, rows: int | None) -> np.ndarray:
-    """The rank of each trajectory that takes part: equally many each, in the order of their groups."""
+    """The rank of each trajectory that takes part: equal numbers, in the order of their groups."""
     if ranks < 1 or (rows is not None and (rows < 1 or rows % ranks)):
         raise BadInput(f"rows={rows} can't be shared equally by ranks={ranks}: use a positive multiple")
     taken = np.flatnonzero(taken_n)
@@ -179,7 +198,7 @@ def _ranks(group_n: np.ndarray, taken_n: np.ndarray, ranks: int, rows: int | Non
 
 
 def _sort_contexts(segments: Segments, rank_k: np.ndarray, tokens_q: np.ndarray, chosen_q: np.ndarray) -> Contexts:
-    """Contexts with a chosen token, cut before the last one and sorted; none shares with one of another rank."""
+    """Contexts with a chosen token, cut before the last one and sorted; contexts of different ranks share nothing."""
     chosen = np.flatnonzero(chosen_q)
     first_k = np.searchsorted(chosen, segments.start)
     count_k = np.searchsorted(chosen, segments.start + segments.length) - first_k
@@ -187,7 +206,7 @@ def _sort_contexts(segments: Segments, rank_k: np.ndarray, tokens_q: np.ndarray,
     words = tokens_q.astype(">i4").tobytes()  # big-endian, so that bytes have the order of the numbers
     keys = [
         (rank, origin, words[4 * start : 4 * (start + size)])
-        for rank, origin, start, size in _together(rank_k, segments.origin, segments.start, size_k)
+        for rank, origin, start, size in _zip_columns(rank_k, segments.origin, segments.start, size_k)
     ]
     order_k = np.array(sorted(np.flatnonzero(count_k), key=keys.__getitem__), np.int64)
     start_k, size_k, origin_k, rank_k = (x[order_k] for x in (segments.start, size_k, segments.origin, rank_k))
@@ -195,21 +214,21 @@ def _sort_contexts(segments: Segments, rank_k: np.ndarray, tokens_q: np.ndarray,
     alike_k = np.zeros(len(order_k), bool)
     alike_k[1:] = (origin_k[1:] == origin_k[:-1]) & (rank_k[1:] == rank_k[:-1])
     common_k = np.where(alike_k, np.minimum(size_k, np.roll(size_k, 1)), 0)
-    here, before = (np.repeat(x, common_k) + _within(common_k) for x in (start_k, np.roll(start_k, 1)))
-    differing = np.append(np.flatnonzero(tokens_q[here] != tokens_q[before]), len(here))
+    index, previous = (np.repeat(x, common_k) + _index_in_runs(common_k) for x in (start_k, np.roll(start_k, 1)))
+    differing = np.append(np.flatnonzero(tokens_q[index] != tokens_q[previous]), len(index))
     begin_k = np.cumsum(common_k) - common_k
     shared_k = np.minimum(differing[np.searchsorted(differing, begin_k)] - begin_k, common_k)
-    chosen_c = chosen[np.repeat(first_k, count_k) + _within(count_k)] - np.repeat(start_k, count_k)
+    chosen_c = chosen[np.repeat(first_k, count_k) + _index_in_runs(count_k)] - np.repeat(start_k, count_k)
     return Contexts(start_k, size_k, origin_k, shared_k, rank_k, count_k, chosen_c)
 
 
-def _together(*columns: np.ndarray) -> Iterator[tuple[int, ...]]:
-    """Numbers of several columns side by side, as Python's."""
+def _zip_columns(*columns: np.ndarray) -> Iterator[tuple[int, ...]]:
+    """Rows of several columns, as Python integers."""
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _within(count_k: np.ndarray) -> np.ndarray:
-    """0 1 2 0 1 ...: numbers within runs of these lengths."""
+def _index_in_runs(count_k: np.ndarray) -> np.ndarray:
+    """0 1 2 0 1 ...: the index within runs of these lengths."""
     return np.arange(count_k.sum()) - np.repeat(np.cumsum(count_k) - count_k, count_k)
 
 
@@ -217,10 +236,10 @@ def _within(count_k: np.ndarray) -> np.ndarray:
 
 
 def _fill_rows(contexts: Contexts, row_length: int, entries: int) -> Places:
-    """Each context in the row of the one before it, as long as tree and entries have room."""
+    """Each context goes into the row of the previous one while tree and entries have room."""
     places, row, number, tokens, scored, last = [], -1, 0, 0, 0, None
     columns = (contexts.rank, contexts.size, contexts.shared, contexts.count)
-    for rank, size, shared, count in _together(*columns):
+    for rank, size, shared, count in _zip_columns(*columns):
         full = tokens + size - shared > row_length or scored + count > entries
         if rank != last or full:
             row, number, tokens, scored, shared = 0 if rank != last else row + 1, 0, 0, 0, 0
@@ -231,15 +250,15 @@ def _fill_rows(contexts: Contexts, row_length: int, entries: int) -> Places:
 
 
 def _lay_trees(contexts: Contexts, places: Places, tokens_q: np.ndarray, shape: tuple[int, int]) -> tuple:
-    """(tokens_ru, positions_ru, ends_ru, parent_c): the trees, and the flat place of each chosen token's predecessor.
+    """(tokens_ru, positions_ru, ends_ru, parent_c): the trees, and the flat slot of each chosen token's predecessor.
 
-    The path of a context is what it shares of the path before it, then its own tokens. A token's subtree ends where
-    the path leaves it.
+    The path of a context is the shared part of the previous path, then its own tokens. A token's subtree ends when the
+    path leaves it.
     """
     own_k = contexts.size - places.shared
     begin_k = places.row * shape[1] + places.tree
-    depth = np.repeat(places.shared, own_k) + _within(own_k)
-    place = np.repeat(begin_k, own_k) + _within(own_k)
+    depth = np.repeat(places.shared, own_k) + _index_in_runs(own_k)
+    place = np.repeat(begin_k, own_k) + _index_in_runs(own_k)
     tokens, positions, ends = (np.zeros(shape[0] * shape[1], np.int32) for _ in range(3))
     tokens[place] = tokens_q[np.repeat(contexts.start, own_k) + depth]
     positions[place] = np.repeat(contexts.origin, own_k) + depth
@@ -249,7 +268,7 @@ def _lay_trees(contexts: Contexts, places: Places, tokens_q: np.ndarray, shape: 
     path, before = np.zeros(shape[1], np.int64), 0
     parent_c, chosen = np.full(len(contexts.chosen), -1, np.int64), 0
     columns = (begin_k, places.tree, places.number, places.shared, contexts.size, contexts.count)
-    for begin, tree, number, shared, size, count in _together(*columns):
+    for begin, tree, number, shared, size, count in _zip_columns(*columns):
         if number > 1:
             ends[path[shared:before]] = tree
         path[shared:size] = np.arange(begin, begin + size - shared)
@@ -262,16 +281,16 @@ def _lay_trees(contexts: Contexts, places: Places, tokens_q: np.ndarray, shape: 
 def _lay_entries(
     contexts: Contexts, places: Places, source_q: np.ndarray, tree: tuple, shape: tuple[int, int], axes: tuple
 ) -> tuple[Index, np.ndarray]:
-    """The layout of what is scored, and the token of the tree that each goes on from (-1 for none) -> after_rs."""
+    """The layout of the entries, and the tree node before each (-1: none) -> predecessor_rs."""
     count_k = contexts.count
-    place = np.repeat(places.row * shape[1] + places.entry, count_k) + _within(count_k)
+    place = np.repeat(places.row * shape[1] + places.entry, count_k) + _index_in_runs(count_k)
     size = shape[0] * shape[1]
     source, number, position = np.zeros(size, np.int64), np.zeros(size, np.int32), np.zeros(size, np.int32)
     source[place] = source_q[np.repeat(contexts.start, count_k) + contexts.chosen]
     number[place] = np.repeat(places.number, count_k)
     position[place] = np.repeat(contexts.origin, count_k) + contexts.chosen
-    after = np.full(size, -1, np.int32)
+    predecessor = np.full(size, -1, np.int32)
     parent_c, row_length = tree[3], tree[0].shape[1]
-    after[place] = np.where(parent_c < 0, -1, parent_c % row_length)
+    predecessor[place] = np.where(parent_c < 0, -1, parent_c % row_length)
     padding = np.flatnonzero(number == 0)
-    return Index(source, padding, number.reshape(shape), position.reshape(shape), axes), after.reshape(shape)
+    return Index(source, padding, number.reshape(shape), position.reshape(shape), axes), predecessor.reshape(shape)

@@ -2,11 +2,11 @@
 
     read_template("gemma"), read_template("mine.jinja") -> the template
 
-A base model has seen few of the control tokens that its tokenizer knows: `plain` uses none but that of the end, and
-`lines` not even that: an answer is one line, and ends with it where the end of a line is a token of its own, as it is
-for Gemma. After six worked examples and no training 97 % of Gemma 3 270M's actions are in form with `lines`, and 4 %
-with `plain`. Both invite an answer by a whole line: a space at its end would be a token of its own in the prompt, and
-part of a word in the examples. In both, turns are told apart by words that a tool could write, too.
+A base model has rarely seen the control tokens of its tokenizer: `plain` uses only the end-of-sequence token, and
+`lines` not even that: an answer is one line, and ends with it if a line break is a token of its own, as for Gemma.
+After six worked examples and no training 97 % of Gemma 3 270M's actions are well-formed with `lines`, and 4 % with
+`plain`. Both prompt for an answer with a whole line: a space at its end would be a token of its own in the prompt, and
+part of a word in the examples. In both, turns are separated by text that a tool could write, too.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ TEMPLATES = {
 
 
 def read_template(name: str) -> str:
-    """The template of that name, or of that file."""
+    """The template of this name, or in this file."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     try:

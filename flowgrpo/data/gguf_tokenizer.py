@@ -1,10 +1,10 @@
 """The tokenizer that a GGUF file's metadata describes, as one of transformers, by llama.cpp's rules.
 
-    tokenizer.ggml.model "gpt2":  BPE over bytes; `pre` says how text is cut into words, `merges` what is joined in them
-    tokenizer.ggml.model "llama": BPE as SentencePiece does it; of all joins that which gives the best score comes first
+    tokenizer.ggml.model "gpt2":  BPE over bytes; `pre` names the rule that splits text into words, `merges` join them
+    tokenizer.ggml.model "llama": SentencePiece's BPE; the merge whose token has the best score comes first
 
-The converter of transformers is not used: where it does not know `pre` it cuts words by GPT-2's rule. So it does with
-SmolLM2, whose digits are words of their own, and gets other tokens for white space before numbers.
+The converter of transformers is not used: it splits words by GPT-2's rule if it does not know `pre`. For SmolLM2, whose
+digits are words of their own, that gives other tokens for white space before numbers.
 """
 
 import json
@@ -15,9 +15,9 @@ from typing import Any
 from flowgrpo.types import BadInput, first_line
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # of tokenizer.ggml.token_type
-SPACE = "\u2581"  # which stands for a space in the words of SentencePiece
+SPACE_MARK = "\u2581"  # a space in tokens of SentencePiece
 
-# What llama.cpp cuts text into, by tokenizer.ggml.pre; what no expression matches stays together.
+# llama.cpp's patterns for words, by tokenizer.ggml.pre; text that no pattern matches stays together.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _SUFFIXES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -29,7 +29,7 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
-CUTS: Mapping[str, tuple[str, ...]] = {
+WORD_PATTERNS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "phi-2"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe"), (_LLAMA3,)),
@@ -37,18 +37,19 @@ CUTS: Mapping[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
     "default": _DEFAULT,
 }
-WHOLE = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"))  # a word that is a token is not cut
-WITH_BOS = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"))  # where add_bos_token is not there
+IGNORES_MERGES = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"))  # takes tokens whole
+WITH_BOS = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"))  # if add_bos_token is missing
 
 
 def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
-    """The tokenizer of transformers with its special tokens and chat templates; `path` is for messages."""
+    """The tokenizer, as one of transformers, with special tokens and chat templates; `path` is for messages."""
     from transformers import PreTrainedTokenizerFast
 
     tokens, model = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
         raise BadInput(
-            f"{path} holds no tokenizer (tokenizer.ggml.tokens): load it with text=False, or give a file that has one"
+            f"{path} holds no tokenizer (tokenizer.ggml.tokens): load it with tokenizer=False, or give "
+            "a file that has one"
         )
     if model not in ("gpt2", "llama"):
         raise BadInput(
@@ -65,7 +66,7 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
     except BadInput:
         raise
-    except Exception as error:  # tokenizers raises bare ones, of merges say that join unknown words
+    except Exception as error:  # tokenizers raises bare ones, for example for merges of unknown words
         raise BadInput(f"{path}: its tokenizer can't be made ({first_line(error)}): convert the model again") from error
     tokenizer.chat_template = chat_templates(metadata)
     return tokenizer
@@ -75,7 +76,7 @@ SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_
 
 
 def chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """The chat template, or all by name where there is more than one."""
+    """The chat template, or all of them by name if there are several."""
     default = metadata.get("tokenizer.chat_template")
     prefix = "tokenizer.chat_template."
     named = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
@@ -86,17 +87,17 @@ def chat_templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
 
 
 def generation_config(metadata: Mapping[str, Any]) -> bytes | None:
-    """A generation_config.json with the ids that end a text or a turn."""
+    """The bytes of a generation_config.json with the ids that end a text or a turn; None without such ids."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ids = list(dict.fromkeys(i for i in ends if type(i) is int))
     config = {"bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"), "eos_token_id": ids}
     config["pad_token_id"] = metadata.get("tokenizer.ggml.padding_token_id")
-    written = {key: value for key, value in config.items() if value not in (None, [])}
-    return (json.dumps(written, indent=2) + "\n").encode() if ids else None
+    present = {key: value for key, value in config.items() if value not in (None, [])}
+    return (json.dumps(present, indent=2) + "\n").encode() if ids else None
 
 
 def _token(path: Path, metadata: Mapping[str, Any], tokens: Sequence[str], name: str) -> str | None:
-    """A special token, or None where the file names none."""
+    """A special token, or None if the file names none."""
     i = metadata.get(f"tokenizer.ggml.{name}_token_id")
     if i is None:
         return None
@@ -117,53 +118,53 @@ def _types(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
 
 
 def _byte_level(path: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
-    """BPE over bytes, each of which is written as one letter."""
+    """BPE over bytes, each written as one letter."""
     from tokenizers import Tokenizer, decoders, models
 
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in CUTS:
+    if pre not in WORD_PATTERNS:
         raise BadInput(
             f"{path}: tokenizer.ggml.pre is {pre!r:.40}, which is not known here; known are "
-            f"{', '.join(CUTS)}: give the model's Hugging Face folder"
+            f"{', '.join(WORD_PATTERNS)}: give the model's Hugging Face folder"
         )
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise BadInput(f"{path} has no tokenizer.ggml.merges, without which its words can't be made: convert it again")
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    if wrong := next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None):
-        raise BadInput(f"{path}: tokenizer.ggml.merges holds {wrong!r:.40}, which is no two words: convert it again")
-    # Rows of the embedding that no token has are filled up with unused ones, as [PAD151936]: they are never text.
+    if bad := next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None):
+        raise BadInput(f"{path}: tokenizer.ggml.merges holds {bad!r:.40}, which is no two words: convert it again")
+    # Embedding rows without a token have unused ones, such as [PAD151936], which are never text.
     kinds = _types(metadata, tokens)
     vocabulary: dict[str, int] = {}
     for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
         if kind != UNUSED:
             vocabulary.setdefault(token, i)
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in WHOLE))
-    backend.pre_tokenizer = cut_words(pre)
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in IGNORES_MERGES))
+    backend.pre_tokenizer = make_pretokenizer(pre)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def cut_words(pre: str) -> Any:
-    """The pre-tokenizer that cuts text as llama.cpp does under this name."""
+def make_pretokenizer(pre: str) -> Any:
+    """The pre-tokenizer that splits text as llama.cpp does for this value of `pre`."""
     from tokenizers import Regex, pre_tokenizers
 
-    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in CUTS[pre]]
-    return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in WORD_PATTERNS[pre]]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: Sequence[str]) -> Any:
-    """SentencePiece's BPE: of all pairs whose join is a token, the one with the best token is joined first."""
+    """SentencePiece's BPE: of all pairs that make a token, the one with the best token is merged first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = metadata.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         has = "no" if scores is None else len(scores)
         raise BadInput(f"{path} has {has} tokenizer.ggml.scores for {len(tokens)} tokens: convert the model again")
-    # Runs of spaces stand with real spaces in some files. What a user defined is found whole: it is joined first.
+    # Some files write runs of spaces with real spaces. User-defined tokens are recognised whole: they merge first.
     vocabulary: dict[str, int] = {}
     for i, token in enumerate(tokens):
-        vocabulary.setdefault(token if token.strip(" ") else SPACE * len(token), i)
+        vocabulary.setdefault(token if token.strip(" ") else SPACE_MARK * len(token), i)
     kinds = _types(metadata, tokens)
 
     def rank(item: tuple[str, int]) -> tuple[bool, float, int]:
@@ -172,37 +173,39 @@ def _sentencepiece(path: Path, metadata: Mapping[str, Any], tokens: Sequence[str
     best_first = sorted(vocabulary.items(), key=rank)
     merges = []
     for token, _ in best_first:
-        cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
-        cuts = [pair for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary]
-        merges += sorted(cuts, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]])) if len(cuts) > 1 else cuts
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+        pairs = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        merges += sorted(pairs, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
     unknown = _token(path, metadata, tokens, "unknown")
-    bytes_known = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    has_all_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     backend = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=bytes_known)
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=has_all_bytes)
     )
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    marks = [normalizers.Prepend(SPACE)] if prefix else []
-    backend.normalizer = normalizers.Sequence([*marks, normalizers.Replace(" ", SPACE)])
+    prepend = [normalizers.Prepend(SPACE_MARK)] if prefix else []
+    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", SPACE_MARK)])
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
     backend.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return backend
 
 
 def _add_tokens(backend: Any, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
-    """Tokens that are found whole in a text: control tokens, which are special, and those that a user defined."""
+    """Add the tokens that are recognised whole in a text: control tokens, which are special, and user-defined ones."""
     from tokenizers import AddedToken
 
     kinds, vocabulary = _types(metadata, tokens), backend.get_vocab(False)
     for kind in (CONTROL, USER_DEFINED):
-        named = [token for token, own in zip(tokens, kinds, strict=False) if own == kind and token in vocabulary]
+        named = [
+            token for token, own_kind in zip(tokens, kinds, strict=False) if own_kind == kind and token in vocabulary
+        ]
         added = [AddedToken(token, normalized=False, special=kind == CONTROL) for token in dict.fromkeys(named)]
         (backend.add_special_tokens if kind == CONTROL else backend.add_tokens)(added)
 
 
 def _add_ends(backend: Any, metadata: Mapping[str, Any], tokens: Sequence[str], special: Mapping[str, Any]) -> None:
-    """Put the beginning and the end of a text around it, where the file says so, for those who ask for it."""
+    """Add the begin- and end-of-sequence tokens around a text if the file asks for it (with `add_special_tokens`)."""
     from tokenizers import processors
 
     is_byte_level = metadata["tokenizer.ggml.model"] == "gpt2"

@@ -1,31 +1,31 @@
-"""A tokenizer as the metadata of a GGUF file: its tokens, how they merge, which of them are special, its template.
+"""A tokenizer as the metadata of a GGUF file: tokens, merges, special tokens and chat template.
 
-    vocabulary(text, size) -> {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", ...}
+    tokenizer_metadata(tokenizer, size) -> {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", ...}
 
-Two kinds of tokenizer have a form there. Byte-level BPE ("gpt2") is a list of merges and the name of a rule that splits
-text into words first. The rule itself is not in the file: llama.cpp has it by its name, so the name is found by what
-the tokenizer does to `SAMPLES`. SentencePiece's BPE ("llama") has no merges: of two neighbours that make up a token,
-those go first whose token has the highest score.
+GGUF has a form for two kinds of tokenizers. Byte-level BPE ("gpt2") is a list of merges and the name of the rule that
+splits text into words first. The rule itself is not in the file: llama.cpp knows it by name, so the name is inferred
+from how the tokenizer splits `SAMPLES`. SentencePiece's BPE ("llama") has no merges: of all neighbours that make a
+token, those with the highest score merge first.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowgrpo.data.gguf_tokenizer import CONTROL, SPACE, UNUSED, USER_DEFINED, WHOLE, cut_words
-from flowgrpo.data.tokenizer import Text, closing_id
+from flowgrpo.data.gguf_tokenizer import CONTROL, IGNORES_MERGES, SPACE_MARK, UNUSED, USER_DEFINED, make_pretokenizer
+from flowgrpo.data.tokenizer import ChatTokenizer, closing_id
 from flowgrpo.types import BadInput
 
 Metadata = dict[str, Any]  # str, bool, int, float, and lists of one of them
 
 KEY = "tokenizer.ggml."
-NORMAL, UNKNOWN, BYTE = 1, 2, 6  # of tokenizer.ggml.token_type, beside those of `gguf_tokenizer`
+NORMAL, UNKNOWN, BYTE = 1, 2, 6  # of tokenizer.ggml.token_type, besides those of `gguf_tokenizer`
 UNMERGED = -1000.0  # score of a token that no merge makes
-# One of llama.cpp's names for each rule that it has, of those that are read here.
+# One name of llama.cpp for each of its rules that are supported here.
 RULES = ("gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx", "tekken", "default")
-ELSE = "export it as a folder, which keeps its tokenizer as it is"
+FIX = "export it as a folder, which keeps its tokenizer as it is"
 
-# Texts that the rules for words split differently from one another.
+# Texts that all rules split differently.
 SAMPLES = (
     "I've told he'll, 'RE you sure? We'Ve  seen   it's a'lL don't",
     "3 33 333 3333 33333 in 2024, 1,234.5 x2y3 v1.0.10 \u0663\u0664 \u00bd\u00b2",
@@ -37,70 +37,72 @@ SAMPLES = (
 )
 
 
-def vocabulary(text: Text, size: int) -> Metadata:
-    """The keys `tokenizer.*` of a model with `size` embeddings; `BadInput` for a tokenizer that has no such form."""
-    backend = getattr(text.tokenizer, "backend_tokenizer", None)
+def tokenizer_metadata(tokenizer: ChatTokenizer, size: int) -> Metadata:
+    """The keys `tokenizer.*` of a model with `size` embeddings; `BadInput` if GGUF has no form for the tokenizer."""
+    backend = getattr(tokenizer.hf_tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise BadInput(f"the tokenizer of {text.source} is none of the package tokenizers, which GGUF needs: {ELSE}")
+        raise BadInput(
+            f"the tokenizer of {tokenizer.source} is none of the package tokenizers, which GGUF needs: {FIX}"
+        )
     state = json.loads(backend.to_str())
     kind = state["model"]["type"]
     if kind == "BPE" and state["model"]["byte_fallback"]:
-        words = _sentencepiece(text, state, backend, size)
+        metadata = _sentencepiece(tokenizer, state, backend, size)
     elif kind == "BPE":
-        words = _byte_level(text, state, backend, size)
+        metadata = _byte_level(tokenizer, state, backend, size)
     else:
-        raise BadInput(f"the tokenizer of {text.source} is a {kind}, and GGUF has a form for BPE only: {ELSE}")
-    if len(set(words[KEY + "tokens"])) < size:
-        raise BadInput(f"the tokenizer of {text.source} writes two tokens alike, which GGUF can't hold: {ELSE}")
-    template = text.tokenizer.chat_template
-    if isinstance(template, Mapping):  # several by name, of which files of one template take the default
+        raise BadInput(f"the tokenizer of {tokenizer.source} is a {kind}, and GGUF has a form for BPE only: {FIX}")
+    if len(set(metadata[KEY + "tokens"])) < size:
+        raise BadInput(f"the tokenizer of {tokenizer.source} writes two tokens alike, which GGUF can't hold: {FIX}")
+    template = tokenizer.hf_tokenizer.chat_template
+    if isinstance(template, Mapping):  # several by name; a file has only one, the default
         template = template.get("default")
-    return words | _special(text, size) | ({"tokenizer.chat_template": template} if template else {})
+    return metadata | _special_ids(tokenizer, size) | ({"tokenizer.chat_template": template} if template else {})
 
 
 # Byte-level BPE -----------------------------------------------------------------------------------------
 
 
-def _byte_level(text: Text, state: Mapping[str, Any], backend: Any, size: int) -> Metadata:
-    _check_normalizer(text, state["normalizer"], ("NFC",))
-    tokens, types = _list_tokens(text, size)
+def _byte_level(tokenizer: ChatTokenizer, state: Mapping[str, Any], backend: Any, size: int) -> Metadata:
+    _check_normalizer(tokenizer, state["normalizer"], ("NFC",))
+    tokens, types = _list_tokens(tokenizer, size)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in state["model"]["merges"]]
     return {
         KEY + "model": "gpt2",
-        KEY + "pre": _rule_name(text, state, backend),
+        KEY + "pre": _rule_name(tokenizer, state, backend),
         KEY + "tokens": tokens,
         KEY + "token_type": types,
         KEY + "merges": merges,
     }
 
 
-def _rule_name(text: Text, state: Mapping[str, Any], backend: Any) -> str:
-    """The name of the rule that cuts all samples into words as the tokenizer does.
+def _rule_name(tokenizer: ChatTokenizer, state: Mapping[str, Any], backend: Any) -> str:
+    """The name of the rule that splits all samples into words as the tokenizer does.
 
-    A rule also says whether a word that is a token is taken whole. Where each token is what some merge makes, merging
-    comes to the same.
+    A rule also decides whether a word that is a token is taken whole. That makes no difference if each token is the
+    result of a merge.
     """
-    words = None if backend.pre_tokenizer is None else _cut_samples(backend.pre_tokenizer)
-    names = [name for name in RULES if words == _cut_samples(cut_words(name))]
-    is_whole = bool(state["model"].get("ignore_merges"))
-    alike = [name for name in names if (name in WHOLE) == is_whole]
-    letters_and_made = {token for token in state["model"]["vocab"] if len(token) == 1} | set(_made(state))
-    if alike or (
-        names and letters_and_made >= state["model"]["vocab"].keys() - text.tokenizer.get_added_vocab().keys()
+    words = None if backend.pre_tokenizer is None else _split_samples(backend.pre_tokenizer)
+    names = [name for name in RULES if words == _split_samples(make_pretokenizer(name))]
+    ignores_merges = bool(state["model"].get("ignore_merges"))
+    matching = [name for name in names if (name in IGNORES_MERGES) == ignores_merges]
+    mergeable = {token for token in state["model"]["vocab"] if len(token) == 1} | set(_merged_tokens(state))
+    if matching or (
+        names and mergeable >= state["model"]["vocab"].keys() - tokenizer.hf_tokenizer.get_added_vocab().keys()
     ):
-        return (alike or names)[0]
+        return (matching or names)[0]
     raise BadInput(
-        f"the tokenizer of {text.source} cuts text into words by a rule that llama.cpp has no name for, among "
-        f"{', '.join(RULES)}: {ELSE}"
+        f"the tokenizer of {tokenizer.source} splits text into words by a rule that llama.cpp has no name for, among "
+        f"{', '.join(RULES)}: {FIX}"
     )
 
 
-def _cut_samples(rule: Any) -> list[list[str]]:
+def _split_samples(rule: Any) -> list[list[str]]:
     return [[word for word, _ in rule.pre_tokenize_str(sample)] for sample in SAMPLES]
 
 
-def _made(state: Mapping[str, Any]) -> dict[str, None]:
-    """What merges make, in the order in which they are preferred."""
+def _merged_tokens(state: Mapping[str, Any]) -> dict[str, None]:
+    """The tokens that merges make, in the order of preference."""
     pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in state["model"]["merges"])
     return dict.fromkeys("".join(pair) for pair in pairs)
 
@@ -108,35 +110,35 @@ def _made(state: Mapping[str, Any]) -> dict[str, None]:
 # SentencePiece ------------------------------------------------------------------------------------------
 
 
-def _sentencepiece(text: Text, state: Mapping[str, Any], backend: Any, size: int) -> Metadata:
-    """Merges in the order of their ranks give scores; spaces are written as `SPACE`, and text is not split."""
-    tokens, types = _list_tokens(text, size)
-    number = {token: i for i, token in enumerate(tokens)}
+def _sentencepiece(tokenizer: ChatTokenizer, state: Mapping[str, Any], backend: Any, size: int) -> Metadata:
+    """Scores follow from the ranks of the merges; spaces are written as `SPACE_MARK`, and text is not split."""
+    tokens, types = _list_tokens(tokenizer, size)
+    id_of = {token: i for i, token in enumerate(tokens)}
     bytewise = [f"<0x{byte:02X}>" for byte in range(256)]
-    if missing := [token for token in bytewise if token not in number]:
-        raise BadInput(f"the tokenizer of {text.source} has no token {missing[0]}, which GGUF needs: {ELSE}")
+    if missing := [token for token in bytewise if token not in id_of]:
+        raise BadInput(f"the tokenizer of {tokenizer.source} has no token {missing[0]}, which GGUF needs: {FIX}")
     scores = [0.0 if kind in (NORMAL, BYTE) else UNMERGED for kind in types]
-    for rank, token in enumerate(_made(state)):
-        if token in number and types[number[token]] == NORMAL:
-            scores[number[token]] = -float(rank)
+    for rank, token in enumerate(_merged_tokens(state)):
+        if token in id_of and types[id_of[token]] == NORMAL:
+            scores[id_of[token]] = -float(rank)
     for token in bytewise:
-        types[number[token]] = BYTE
+        types[id_of[token]] = BYTE
     for i, kind in enumerate(types):
-        if kind == USER_DEFINED:  # is looked for before spaces are replaced
-            tokens[i] = tokens[i].replace(SPACE, " ")
+        if kind == USER_DEFINED:  # is recognised before spaces are replaced
+            tokens[i] = tokens[i].replace(SPACE_MARK, " ")
     return {
         KEY + "model": "llama",
         KEY + "pre": "default",
         KEY + "tokens": tokens,
         KEY + "scores": scores,
         KEY + "token_type": types,
-        KEY + "add_space_prefix": _adds_space(text, backend),
+        KEY + "add_space_prefix": _adds_space(tokenizer, backend),
     }
 
 
-def _adds_space(text: Text, backend: Any) -> bool:
-    """Whether a space is put before a text, of which nothing else may become but spaces that are written otherwise."""
-    puts = set()
+def _adds_space(tokenizer: ChatTokenizer, backend: Any) -> bool:
+    """Whether a space is put before a text; raises `BadInput` if the text is changed otherwise."""
+    adds = set()
     for sample in ("a  b c", " a"):
         normal = backend.normalizer.normalize_str(sample) if backend.normalizer else sample
         words = (
@@ -144,57 +146,57 @@ def _adds_space(text: Text, backend: Any) -> bool:
             if backend.pre_tokenizer is None
             else [w for w, _ in backend.pre_tokenizer.pre_tokenize_str(normal)]
         )
-        plain = sample.replace(" ", SPACE)
-        if words not in ([plain], [SPACE + plain]):
+        plain = sample.replace(" ", SPACE_MARK)
+        if words not in ([plain], [SPACE_MARK + plain]):
             raise BadInput(
-                f"the tokenizer of {text.source} splits text before it merges, which GGUF has no form for: {ELSE}"
+                f"the tokenizer of {tokenizer.source} splits text before it merges, which GGUF has no form for: {FIX}"
             )
-        puts.add(words == [SPACE + plain])
-    return True in puts  # some put it before a text alone that has none yet, where llama.cpp always does
+        adds.add(words == [SPACE_MARK + plain])
+    return True in adds  # some add it only if a text has none yet, but llama.cpp always does
 
 
 # All kinds ----------------------------------------------------------------------------------------------
 
 
-def _list_tokens(text: Text, size: int) -> tuple[list[str], list[int]]:
-    """Each embedding's token and type; what has no token is unused, and tokens without an embedding are left out."""
-    added = text.tokenizer.added_tokens_decoder
+def _list_tokens(tokenizer: ChatTokenizer, size: int) -> tuple[list[str], list[int]]:
+    """Token and type of each embedding: unused if it has no token. Tokens without an embedding are left out."""
+    added = tokenizer.hf_tokenizer.added_tokens_decoder
     tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
-    for token, i in text.tokenizer.get_vocab().items():
+    for token, i in tokenizer.hf_tokenizer.get_vocab().items():
         if i < size:
             tokens[i], types[i] = token, NORMAL
     for i, token in added.items():
         if i < size:
             tokens[i], types[i] = token.content, CONTROL if token.special else USER_DEFINED
-    unknown = text.tokenizer.unk_token_id
+    unknown = tokenizer.hf_tokenizer.unk_token_id
     if unknown is not None and unknown < size and types[unknown] == NORMAL:
         types[unknown] = UNKNOWN
     return tokens, types
 
 
-def _special(text: Text, size: int) -> Metadata:
-    """The special ids: what ends a turn in the template is `eot`, where it isn't `eos` already."""
-    tokenizer = text.tokenizer
+def _special_ids(tokenizer: ChatTokenizer, size: int) -> Metadata:
+    """The special ids; the token that closes a turn in the template is `eot`, unless it is `eos`."""
+    hf_tokenizer = tokenizer.hf_tokenizer
     ids = {
-        "bos": tokenizer.bos_token_id,
-        "eos": tokenizer.eos_token_id,
-        "unknown": tokenizer.unk_token_id,
-        "padding": tokenizer.pad_token_id,
+        "bos": hf_tokenizer.bos_token_id,
+        "eos": hf_tokenizer.eos_token_id,
+        "unknown": hf_tokenizer.unk_token_id,
+        "padding": hf_tokenizer.pad_token_id,
     }
-    others = [i for i in text.stop_ids if i != tokenizer.eos_token_id]
-    ids |= dict(zip(("eot", "eom"), sorted(others, key=lambda i: i != closing_id(text)), strict=False))
-    plain = tokenizer("x")["input_ids"]
+    others = [i for i in tokenizer.stop_ids if i != hf_tokenizer.eos_token_id]
+    ids |= dict(zip(("eot", "eom"), sorted(others, key=lambda i: i != closing_id(tokenizer)), strict=False))
+    plain = hf_tokenizer("x")["input_ids"]
     return {
         **{f"{KEY}{name}_token_id": i for name, i in ids.items() if i is not None and i < size},
-        KEY + "add_bos_token": plain[:1] == [tokenizer.bos_token_id],
-        KEY + "add_eos_token": len(plain) > 1 and plain[-1:] == [tokenizer.eos_token_id],
+        KEY + "add_bos_token": plain[:1] == [hf_tokenizer.bos_token_id],
+        KEY + "add_eos_token": len(plain) > 1 and plain[-1:] == [hf_tokenizer.eos_token_id],
     }
 
 
-def _check_normalizer(text: Text, normalizer: Mapping[str, Any] | None, harmless: Sequence[str]) -> None:
-    """Raise `BadInput` for what changes text first; that llama.cpp composes no letters is known of all of them."""
+def _check_normalizer(tokenizer: ChatTokenizer, normalizer: Mapping[str, Any] | None, harmless: Sequence[str]) -> None:
+    """Raise `BadInput` for other normalizers than the harmless ones; llama.cpp never composes letters (NFC)."""
     parts = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
-    if strange := [part["type"] for part in parts if part["type"] not in harmless]:
+    if harmful := [part["type"] for part in parts if part["type"] not in harmless]:
         raise BadInput(
-            f"the tokenizer of {text.source} changes text by {strange[0]}, which GGUF has no form for: {ELSE}"
+            f"the tokenizer of {tokenizer.source} changes text by {harmful[0]}, which GGUF has no form for: {FIX}"
         )

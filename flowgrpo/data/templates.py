@@ -1,11 +1,11 @@
-"""Chat templates, rendered by a process of their own: they are foreign code, which may loop or grow without end.
+"""Chat templates, rendered by a process of their own: they are foreign code, which may loop or grow for ever.
 
     render(template, [messages], [(0, None)], options) -> [("<|im_start|>user...", "")]
 
-Jinja's sandbox keeps a template from the world, but not from time and memory: `{% for %}` in `{% for %}`, and
-`'x' * 10**10` in one operation, which nothing within a process can interrupt. So one process for all templates renders
-on request; it may take `SECONDS` of processor time and `MEMORY` bytes, and where it doesn't come back it is ended and
-another one started. A request costs some 0.05 ms more than in this process, and 1 ms where it holds 40 kB.
+Jinja's sandbox isolates a template from the world, but does not bound time and memory: `{% for %}` in `{% for %}`, or
+`'x' * 10**10` in one operation, which nothing within a process can interrupt. So one process renders all templates; it
+may take `SECONDS` of processor time and `MEMORY` bytes, and if it doesn't reply it is killed and another one started.
+A request costs some 0.05 ms more than in this process, and 1 ms with 40 kB of messages.
 """
 
 import atexit
@@ -24,14 +24,14 @@ from typing import Any
 from flowgrpo.data.template_child import LENGTH, TOO_LARGE, TOO_MANY
 
 SECONDS = 5  # of processor time, for all that one request renders
-WALL_SECONDS = 120.0  # until a process is given up that gets no processor time either
-MEMORY = 1 << 30  # bytes beside what the process has at its start
-CHARACTERS = 1 << 26  # that a template writes at most
+WALL_SECONDS = 120.0  # until a process that gets no processor time is given up
+MEMORY = 1 << 30  # bytes above what the process uses at its start
+CHARACTERS = 1 << 26  # of a rendered text
 CHILD = Path(__file__).with_name("template_child.py")
 TOO_LONG = f"it takes more than {SECONDS} s of processor time"
-ENDLESS = frozenset((TOO_LONG, TOO_LARGE, TOO_MANY))  # why a template is given up that no other message would help
+ENDLESS = frozenset((TOO_LONG, TOO_LARGE, TOO_MANY))  # failures that don't depend on the messages
 
-Rendered = tuple[str, str]  # (text, ""), or ("", why there is none)
+Rendered = tuple[str, str]  # (text, ""), or ("", reason of the failure)
 
 
 def render(
@@ -40,26 +40,26 @@ def render(
     wanted: Sequence[tuple[int, int | None]],
     options: Mapping[str, Any],
 ) -> list[Rendered]:
-    """Render beginnings of chats as transformers does; `wanted` are (chat, how many of its messages; None: all)."""
+    """Render prefixes of chats as transformers does; `wanted` are (chat, number of its messages; None: all)."""
     options = {**options, "chat_template": template}
     request = {"chats": chats, "wanted": wanted, "options": options}
     return _PROCESS.ask(json.dumps(request, default=_plain).encode(), len(wanted))
 
 
 def start() -> None:
-    """Start the process, unless it runs; it is ready later, and whoever renders waits for that."""
+    """Start the process, unless it runs; `render` waits until it is ready."""
     _PROCESS.start()
 
 
 def _plain(value: Any) -> Any:
-    """What templates see of a value that JSON has no form for: of media, only that they are there."""
+    """A value that JSON has no form for, as templates get it: of media, only a mark."""
     if isinstance(value, Mapping):
         return dict(value)
     return value.item() if hasattr(value, "item") and not getattr(value, "ndim", 0) else f"<{type(value).__name__}>"
 
 
 class _Process:
-    """The process, which is started when it is needed and after each time that it was ended."""
+    """The process, which is started when it is needed, and again after it was killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class _Process:
             self._start()
 
     def ask(self, request: bytes, count: int) -> list[Rendered]:
-        """Answer one request at a time; where the process does not survive it, that is the answer."""
+        """The replies to a request, one request at a time; a process that dies is a failure of all of them."""
         with self._lock:
             process = self._start()
             try:
@@ -88,17 +88,17 @@ class _Process:
             except BrokenPipeError:
                 self._end()
                 return [("", "the process that renders templates ended")] * count
-            except BaseException:  # an interrupt: a reply that comes later would be taken for that of another request
+            except BaseException:  # an interrupt: a later reply would be taken for that of another request
                 self._end()
                 raise
 
     def close(self) -> None:
-        """End the process; another one starts where it is needed again."""
+        """Kill the process; another one starts when it is needed again."""
         with self._lock:
             self._end()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        if self._process is not None and self._process.poll() is not None:  # whatever ended it meanwhile
+        if self._process is not None and self._process.poll() is not None:  # it was killed meanwhile
             self._end()
         if self._process is None:
             limits = (SECONDS, MEMORY, CHARACTERS)
@@ -113,7 +113,7 @@ class _Process:
         return self._process
 
     def _receive(self, process: "subprocess.Popen[bytes]") -> Any:
-        """The next reply; `EOFError` with the reason where there will be none."""
+        """The next reply; `EOFError` with the reason if there will be none."""
         (length,) = LENGTH.unpack(_read(process, LENGTH.size))
         return json.loads(_read(process, length))
 
@@ -126,7 +126,7 @@ class _Process:
 
 
 def _read(process: "subprocess.Popen[bytes]", size: int) -> bytes:
-    """Exactly so many bytes of a process's output, past any buffer of Python's."""
+    """Exactly `size` bytes of a process's output, past any buffer of Python's."""
     assert process.stdout is not None
     file, data = process.stdout.fileno(), bytearray()
     poll = select.poll()

@@ -1,22 +1,22 @@
-"""The system on several processes and hosts: a master, workers that roll out, judge and train, over Ray.
+"""Training on several processes and hosts over Ray: a master, and workers that roll out, judge and train.
 
-`messages` says what flows between them, `workers` what each does, `master` who does what when, `worker_pool` how they
-are called and replaced, `ray_backend` how they are started: the one module that imports Ray.
+`messages` defines what they exchange, `workers` what each kind does, `master` runs the schedule, `worker_pool` calls
+and replaces workers, and `ray_backend` starts them.
 
 Modules:
 
-    cluster_state  Keep what is under way in a cluster as values that never change in place
-    eval_shares    Deal an examination out in shares of tasks, and collect the judged stretches
-    event_log      Log of a cluster's events in the order in which the master heard of them, appended line by line (S2)
-    kill_series    Kill the processes of a cluster at random moments, each kind in turn, the master included (S1, S4)
-    master         The master: news of the workers flow in, calls to workers flow out, as the schedule says
-    messages       Messages between master and workers: orders to the workers, stretches of trajectories back from them
-    ray_backend    Workers in processes of their own, by Ray: started, called, killed. The only module that imports it
+    cluster_state  State of a cluster as values that never change in place: groups, workers, the replay buffer
+    eval_shares    Distribute an evaluation over rollout workers in shards of tasks
+    event_log      Log of a cluster's events in the order in which the master received them (S2)
+    kill_series    Kill the processes of a cluster at random moments, the master included (S1, S4)
+    master         The master: it turns news of the workers into events, and the schedule's commands into calls
+    messages       Messages between master and workers: rollout jobs, and slices of trajectories in return
+    ray_backend    Workers in processes of their own, by Ray. The only module that imports it
     schedule       Schedules that answer each event of a run with commands to workers. Pure
-    simulation     A cluster in virtual time
-    table          Table of what a cluster is doing
-    worker_pool    Start, call, ask and replace the workers of a master
-    workers        Workers of each kind: ordinary objects, which a backend puts into processes of their own
+    simulation     Simulation of a cluster in virtual time
+    table          Status table of a cluster
+    worker_pool    Start, call and replace the workers of a master
+    workers        Rollout and reward workers
 """
 
 from flowgrpo.distributed.event_log import read_events

@@ -1,79 +1,79 @@
-"""Deal an examination out in shares of tasks, and collect the judged stretches; a lost share is played again."""
+"""Distribute an evaluation over rollout workers in shards of tasks, and collect the judged slices; a shard whose worker
+is lost is rolled out again."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowgrpo.distributed.messages import Order
+from flowgrpo.distributed.messages import RolloutJob
 from flowgrpo.distributed.schedule import ROLLOUT
 from flowgrpo.distributed.worker_pool import PendingCall, WorkerPool
 
 
 @dataclass(eq=False)
-class Exam:
-    """An examination that is under way."""
+class Evaluation:
+    """An evaluation that is under way."""
 
-    kind: str
-    loaded: int  # see `Order`
-    shares: list[tuple[int, ...]]  # the numbers of tasks
-    then: Callable[[list[Any]], None]  # what is done with all stretches
-    played: dict[int, Any] = field(default_factory=dict)  # by share: what was rolled out
-    pools: dict[int, str] = field(default_factory=dict)  # who judges it
-    judged: dict[int, Any] = field(default_factory=dict)
+    name: str
+    min_loads: int  # see `RolloutJob`
+    shards: list[tuple[int, ...]]  # the indices of tasks
+    on_done: Callable[[list[Any]], None]
+    rolled_out: dict[int, Any] = field(default_factory=dict)  # by shard: reference to its slice
+    pools: dict[int, str] = field(default_factory=dict)  # by shard: the reward workers that judge it
+    judged: dict[int, Any] = field(default_factory=dict)  # by shard: reference to its judged slice
 
 
-class Examiner:
-    """Deals out one examination at a time."""
+class Evaluator:
+    """Runs one evaluation at a time."""
 
     def __init__(self, workers: WorkerPool):
         self._workers = workers
-        self._exam: Exam | None = None
+        self._evaluation: Evaluation | None = None
 
-    def begin(self, kind: str, tasks: int, loaded: int, then: Callable[[list[Any]], None]) -> None:
-        """So many tasks over all rollout workers; `then` is given what was judged, by share."""
-        count = min(len(self._workers.of(ROLLOUT)), tasks)
-        self._exam = Exam(kind, loaded, [tuple(range(tasks))[i::count] for i in range(count)], then)
-        self.go_on()
+    def start(self, name: str, num_tasks: int, min_loads: int, on_done: Callable[[list[Any]], None]) -> None:
+        """Distribute `num_tasks` over all rollout workers; `on_done` gets the judged slices, by shard."""
+        count = min(len(self._workers.workers_of(ROLLOUT)), num_tasks)
+        shards = [tuple(range(num_tasks))[i::count] for i in range(count)]
+        self._evaluation = Evaluation(name, min_loads, shards, on_done)
+        self.dispatch()
 
-    def stop(self) -> None:
-        """Nobody waits for it any more."""
-        self._exam = None
+    def cancel(self) -> None:
+        """Forget the evaluation."""
+        self._evaluation = None
 
-    def take_played(self, doing: PendingCall, pool: str) -> None:
-        """A share was rolled out, and awaits verdicts of this pool, or none."""
-        doing.exam.played[doing.share], doing.exam.pools[doing.share] = doing.data, pool
+    def add_rollout(self, call: PendingCall, pool: str) -> None:
+        """A shard was rolled out, and is to be judged by this pool; by none if it is empty."""
+        call.evaluation.rolled_out[call.shard], call.evaluation.pools[call.shard] = call.data, pool
         if not pool:
-            doing.exam.judged[doing.share] = doing.data
-        self.go_on()
+            call.evaluation.judged[call.shard] = call.data
+        self.dispatch()
 
-    def take_judged(self, doing: PendingCall) -> None:
-        """A share has its verdicts."""
-        doing.exam.judged[doing.share] = doing.data
-        self.go_on()
+    def add_judged(self, call: PendingCall) -> None:
+        """A shard was judged."""
+        call.evaluation.judged[call.shard] = call.data
+        self.dispatch()
 
-    def go_on(self) -> None:
-        """Give out what nobody does yet; and end when all is judged."""
-        exam = self._exam
-        if exam is None:
+    def dispatch(self) -> None:
+        """Call workers for the shards that nobody works on, and finish when all are judged."""
+        evaluation = self._evaluation
+        if evaluation is None:
             return
-        under_way = {doing.share for doing in self._workers.calls.values() if doing.exam is exam}
-        for share in range(len(exam.shares)):
-            if share not in exam.judged and share not in under_way:
-                self._give(exam, share)
-        if len(exam.judged) == len(exam.shares):
-            self._exam = None
-            exam.then([exam.judged[share] for share in range(len(exam.shares))])
-
-    def _give(self, exam: Exam, share: int) -> None:
-        """The next thing to do with a share, to one who is there."""
-        what = f"share {share} of {exam.kind}"
-        if share in exam.played:
-            method, pool = "judge", exam.pools[share]
-            given: tuple = (exam.played[share], self._workers.refusal(what))
-        else:
-            method, pool = "play", ROLLOUT
-            given = (Order(exam.kind, exam.shares[share], exam.loaded),)
-        there = self._workers.there(pool)
-        if there:
-            about = {"returns": 2, "what": what, "exam": exam, "share": share}
-            self._workers.call(there[share % len(there)], method, *given, **about)
+        under_way = {call.shard for call in self._workers.calls.values() if call.evaluation is evaluation}
+        for shard, indices in enumerate(evaluation.shards):
+            if shard in evaluation.judged or shard in under_way:
+                continue
+            subject = f"shard {shard} of {evaluation.name}"
+            if shard in evaluation.rolled_out:
+                method, pool = "judge", evaluation.pools[shard]
+                args: tuple = (evaluation.rolled_out[shard], self._workers.refusal(subject))
+            else:
+                method, pool = "roll_out", ROLLOUT
+                args = (RolloutJob(evaluation.name, indices, evaluation.min_loads),)
+            if ready := self._workers.ready(pool):
+                worker = ready[shard % len(ready)]
+                self._workers.call(
+                    worker, method, *args, returns=2, subject=subject, evaluation=evaluation, shard=shard
+                )
+        if len(evaluation.judged) == len(evaluation.shards):
+            self._evaluation = None
+            evaluation.on_done([evaluation.judged[shard] for shard in range(len(evaluation.shards))])

@@ -1,11 +1,12 @@
-"""The master: news of the workers flow in, calls to workers flow out, as the schedule says.
+"""The master of a cluster: it turns news of the workers into events, and the schedule's commands into calls.
 
-    Master(backend, plan, shape, make, folder).run()
+    Master(backend, plan, settings, make_worker, folder).run()
 
-It owns the schedule's state and the replay buffer, both values, and holds references to trajectories and weights, which
-go from worker to worker. Who is lost, silent or late is named, ended and replaced, and what it had to do is given to
-another, under the same keys (E3). Checkpoints are the trainer's, and hold the master's memory: the schedule and what
-was in the buffer. Where a trainer is lost, or the master itself, all goes on from there.
+The master owns the schedule's state and the replay buffer, both immutable values. It holds references to trajectories
+and weights, which go from worker to worker. A worker that is lost, silent or late is reported, killed and replaced, and
+its work is given to another under the same random keys (E3). The trainers write checkpoints, which include the master's
+state: the schedule, and what was in the buffer. If a trainer or the master itself is lost, the run resumes from the
+last checkpoint.
 """
 
 import json
@@ -14,21 +15,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flowgrpo.data.task_sampling import EMPTY, Known
+from flowgrpo.data.task_sampling import NO_RATES, SuccessRates
 from flowgrpo.distributed import cluster_state, schedule
-from flowgrpo.distributed.cluster_state import ClusterState, from_json, is_training, resumed, to_json, trained
-from flowgrpo.distributed.eval_shares import Examiner
+from flowgrpo.distributed.cluster_state import ClusterState, is_training
+from flowgrpo.distributed.eval_shares import Evaluator
 from flowgrpo.distributed.event_log import EventLog
-from flowgrpo.distributed.messages import Order, Stretch, StretchSummary, pack_stretch, unpack_stretch, versions
-from flowgrpo.distributed.ray_backend import Backend, Lost
+from flowgrpo.distributed.messages import RolloutJob, RolloutSlice, SliceSummary, pack_slice, unpack_slice, versions
+from flowgrpo.distributed.ray_backend import Backend, WorkerLost
 from flowgrpo.distributed.schedule import ROLLOUT, TRAIN, Command, Event, Plan
-from flowgrpo.distributed.worker_pool import PendingCall, PoolShape, WorkerGone, WorkerPool
+from flowgrpo.distributed.worker_pool import CallFields, ClusterSettings, PendingCall, WorkerGone, WorkerPool
 from flowgrpo.distributed.workers import TrainerStart
-from flowgrpo.report.watchdog import to_stderr
-from flowgrpo.run.time_budget import ENDLESS, OutOfTime, TimeBudget
+from flowgrpo.report.watchdog import print_to_stderr
+from flowgrpo.run.time_budget import OutOfTime
+from flowgrpo.types import JSON
 
-FIRST = f"{TRAIN}-0"  # who writes what all begin with
-GO_ON = "the same command goes on from there"
+FIRST_TRAINER = f"{TRAIN}-0"  # it writes the model that all workers start with
 
 
 class Master:
@@ -38,302 +39,319 @@ class Master:
         self,
         backend: Backend,
         plan: Plan,
-        shape: PoolShape,
-        make: Callable[[str, str], Callable[[], Any]],
+        settings: ClusterSettings,
+        make_worker: Callable[[str, str], Callable[[], Any]],
         folder: Path,
         *,
-        choose: Callable[[Known, int], int] | None = None,
-        tell: Callable[[str], None] = to_stderr,
-        on_turn: Callable[["Master"], None] = lambda _: None,
-        budget: TimeBudget = ENDLESS,
+        choose_task: Callable[[SuccessRates, int], int] | None = None,
+        notify: Callable[[str], None] = print_to_stderr,
+        on_iteration: Callable[["Master"], None] = lambda _: None,
     ):
-        """`make(pool, name)` gives what makes a worker in its process; `on_turn` is called again and again.
+        """Start nothing yet; `run` does.
 
-        `choose(known, group)` gives the number of a group's task, where that depends on what is known of the tasks.
-        The budget is looked at after updates and examinations.
+        Args:
+            backend: starts and calls the workers.
+            plan: the schedule.
+            settings: number of workers, deadlines, sizes of evaluations, time budget.
+            make_worker: (pool, name) -> a function that makes the worker, called in the worker's own process.
+            folder: of the run, for the event log.
+            choose_task: (success rates, group) -> index of the group's task; None: it follows from the group.
+            notify: prints a line for people.
+            on_iteration: called after each turn of the master's loop.
         """
-        self.backend, self.plan, self.shape, self.choose, self.on_turn = backend, plan, shape, choose, on_turn
-        self.tell, self.budget = tell, budget
+        self.backend, self.plan, self.settings = backend, plan, settings
+        self.choose_task, self.notify, self.on_iteration = choose_task, notify, on_iteration
         self.log = EventLog(folder / "events.jsonl")
-        self.workers = WorkerPool(backend, shape, make, self.log, tell)
-        self.examiner = Examiner(self.workers)
-        self.state, self.buffer = ClusterState(), cluster_state.EMPTY
-        self.address = ""  # of the first trainer
-        self.going = False  # the schedule has begun
-        self.due = False  # an examination is, where the trainer stands
-        self.loads, self.weights, self.version = 0, None, -1
-        self.known: Known = EMPTY  # of the tasks, by the weights of now
-        self.learned: Known = EMPTY  # of them by the update that is being made
-        self.tasks: dict[int, int] = {}  # the number of each group's task, where they are chosen
-        self.figures: Mapping[str, Any] = {}  # of the last update
+        self.workers = WorkerPool(backend, settings, make_worker, self.log, notify)
+        self.evaluator = Evaluator(self.workers)
+        self.state, self.buffer = ClusterState(), cluster_state.EMPTY_BUFFER
+        self.trainer_address = ""  # of the first trainer
+        self.is_scheduling = False  # whether the schedule is running
+        self.eval_due = False  # at the trainers' position
+        self.loads, self.weights, self.version = 0, None, -1  # how often weights were published, and the newest
+        self.success_rates: SuccessRates = NO_RATES  # of the tasks, up to the current weights
+        self.new_success_rates: SuccessRates = NO_RATES  # those that the update under way has changed
+        self.tasks: dict[int, int] = {}  # index of each group's task, if tasks are chosen
+        self.last_metrics: Mapping[str, Any] = {}  # of the last update
         self.rollout_pids: set[int] = set()
-        self.staleness = 0  # versions between the weights of an update and its oldest token, at most
-        self.result: dict[str, Any] | None = None
+        self.staleness = 0  # largest number of versions between an update's weights and its oldest token
+        self.result: dict[str, JSON] | None = None
 
-    def run(self) -> dict[str, Any]:
-        """From the checkpoint, or the warm start, to the end."""
+    def run(self) -> dict[str, JSON]:
+        """Run from the checkpoint, or from the warm start, to the end."""
         with self.log:
-            self.workers.launch(self.workers.of(TRAIN))
+            self.workers.launch(self.workers.workers_of(TRAIN))
             while self.result is None:
-                for news in self.workers.news():
+                for news in self.workers.poll():
                     if isinstance(news, WorkerGone):
-                        self._lose(news)
+                        self._replace(news)
                     else:
-                        getattr(self, f"_on_{news.doing.method}")(news.doing, news.value)
-                self.on_turn(self)
+                        handler = getattr(self, f"_on_{news.call.method}")  # one for each method of a worker
+                        handler(news.call, news.value)
+                self.on_iteration(self)
         return self.result
 
-    def _lose(self, gone: WorkerGone) -> None:
-        """Another takes the place of a worker. Where it trained, all trainers go back to the checkpoint.
+    def _replace(self, gone: WorkerGone) -> None:
+        """Replace a worker. If it is a trainer, all trainers go back to the checkpoint.
 
-        Rollout workers are replaced then too: what they play is to be played again, and nobody else may write into
-        the journal what the same group hears.
+        Rollout workers are replaced then too: their groups must be rolled out again, and nobody else may write into
+        the effect log of the same group.
         """
-        self.workers.lose(gone)
-        trains = self.workers.names[gone.worker] == TRAIN
-        if trains:
-            self.examiner.stop()
-            self.going = False
-            # Until the trainers stand somewhere again, whatever is answered is to an old ticket.
+        self.workers.record_loss(gone)
+        is_trainer = self.workers.pools[gone.worker] == TRAIN
+        if is_trainer:
+            self.evaluator.cancel()
+            self.is_scheduling = False
+            # Until the trainers have started again, every result is for an old ticket.
             self.state = ClusterState(
-                version=self.state.version, tickets=self.state.tickets, duplicates=self.state.duplicates
+                version=self.state.version, next_ticket=self.state.next_ticket, duplicates=self.state.duplicates
             )
-        players = [name for name in self.workers.of(ROLLOUT) if self.workers.seen[name].launched]
-        self.workers.replace([*self.workers.of(TRAIN), *players] if trains else [gone.worker])
+        launched = [name for name in self.workers.workers_of(ROLLOUT) if self.workers.status[name].is_launched]
+        self.workers.replace([*self.workers.workers_of(TRAIN), *launched] if is_trainer else [gone.worker])
         if gone.worker in self.state.workers:
-            self._happened(Event("lost", gone.worker))
-        self.examiner.go_on()
+            self._advance(Event("lost", gone.worker))
+        self.evaluator.dispatch()
 
-    # Beginning, and beginning again -------------------------------------------------------------------
+    # Start and resume ---------------------------------------------------------------------------------
 
-    def _on_about(self, doing: PendingCall, about: Mapping[str, Any]) -> None:
+    def _on_describe(self, call: PendingCall, description: Mapping[str, JSON]) -> None:
         """A worker has started."""
-        name, pool = doing.worker, self.workers.names[doing.worker]
-        self.workers.started(name, about)
+        name, pool = call.worker, self.workers.pools[call.worker]
+        self.workers.mark_ready(name, description)
         if pool == TRAIN:
-            self.address = about["address"] if name == FIRST else self.address
-            if len(self.workers.there(TRAIN)) == self.shape.trainers:
-                self.workers.call_trainers("meet", self.address)
+            self.trainer_address = description["address"] if name == FIRST_TRAINER else self.trainer_address
+            if len(self.workers.ready(TRAIN)) == self.settings.trainer_workers:
+                self.workers.call_trainers("join_group", self.trainer_address)
             return
         if self.weights is not None and pool == ROLLOUT:
             self._load(name)
-        if self.going:
+        if self.is_scheduling:
             self._join(name)
-        self.examiner.go_on()
+        self.evaluator.dispatch()
 
-    def _on_meet(self, _: PendingCall, __: None) -> None:
-        self.workers.call(FIRST, "open")
+    def _on_join_group(self, _: PendingCall, __: None) -> None:
+        self.workers.call(FIRST_TRAINER, "build")
 
-    def _on_open(self, doing: PendingCall, _: None) -> None:
-        """The first trainer has written what all begin with: the others follow, and all workers while they begin."""
-        if doing.worker == FIRST:
-            for name in self.workers.of(TRAIN)[1:]:
-                self.workers.call(name, "open")
-        if not any(one.method == "open" for one in self.workers.calls.values()):
-            self.workers.call_trainers("begin")
-            self.workers.launch([name for name, seen in self.workers.seen.items() if not seen.launched])
+    def _on_build(self, call: PendingCall, _: None) -> None:
+        """The first trainer has written the start model: the other trainers build, then all other workers start."""
+        if call.worker == FIRST_TRAINER:
+            for name in self.workers.workers_of(TRAIN)[1:]:
+                self.workers.call(name, "build")
+        if not any(other.method == "build" for other in self.workers.calls.values()):
+            self.workers.call_trainers("start")
+            self.workers.launch([name for name, status in self.workers.status.items() if not status.is_launched])
 
-    def _on_begin(self, _: PendingCall, begun: TrainerStart) -> None:
-        """The trainer stands somewhere: the schedule goes back there."""
-        self.due, self.known, self.tasks, before = begun.due, begun.known, {}, self.state
-        state, kept = ClusterState(version=begun.update), {}
-        if begun.memory is not None:
-            state = from_json(json.loads(begun.memory["schedule"]))
-            kept = {int(number): unpack_stretch(text) for number, text in begun.memory["buffer"].items()}
-            self.tasks = {int(number): task for number, task in begun.memory["tasks"].items()}
-            seen = json.loads(begun.memory["seen"])
+    def _on_start(self, _: PendingCall, start: TrainerStart) -> None:
+        """The trainers have restored their checkpoint: restore the schedule and the buffer to the same update."""
+        self.eval_due, self.success_rates, self.tasks = start.eval_due, start.success_rates, {}
+        state, slices, before = ClusterState(version=start.update), {}, self.state
+        if start.master_state is not None:
+            saved = start.master_state
+            state = cluster_state.from_json(json.loads(saved["schedule"]))
+            slices = {int(number): unpack_slice(text) for number, text in saved["buffer"].items()}
+            self.tasks = {int(number): task for number, task in saved["tasks"].items()}
+            seen = json.loads(saved["seen"])
             self.rollout_pids |= set(seen["rollout_pids"])
             self.staleness = seen["staleness"]
-        self.buffer = cluster_state.EMPTY
-        for number, stretch in kept.items():
-            spoke = min(versions(stretch), default=state.groups[number].began)
-            self.buffer = cluster_state.add(self.buffer, number, stretch, version=spoke)
+        self.buffer = cluster_state.EMPTY_BUFFER
+        for number, rollout_slice in slices.items():
+            oldest = min(versions(rollout_slice), default=state.groups[number].start_version)
+            self.buffer = cluster_state.add_to_buffer(self.buffer, number, rollout_slice, version=oldest)
         state = state._replace(duplicates=max(before.duplicates, state.duplicates))
-        self.state = resumed(state, kept, tickets=before.tickets)
-        self.workers.late.clear()
-        self.log.write("resumed", update=begun.update, tickets=self.state.tickets)
+        self.state = cluster_state.resume(state, slices, next_ticket=before.next_ticket)
+        self.workers.late_rewards.clear()
+        self.log.write("resumed", update=start.update, tickets=self.state.next_ticket)
         self.workers.call_trainers("weights", returns=2)
 
-    def _on_weights(self, doing: PendingCall, version: int) -> None:
-        """The weights that the run goes on with."""
-        self._publish(doing.data, version)
-        if self.due:
+    def _on_weights(self, call: PendingCall, version: int) -> None:
+        """The weights that the run starts or resumes with."""
+        self._publish(call.data, version)
+        if self.eval_due:
             self._validate()
         else:
-            self._set_going()
+            self._start_schedule()
 
-    def _set_going(self) -> None:
-        """Let the schedule begin, with all workers that are there."""
-        self.going = True
-        for name, pool in self.workers.names.items():
-            if pool != TRAIN and self.workers.seen[name].there:
+    def _start_schedule(self) -> None:
+        """Let all workers that have started join the schedule."""
+        self.is_scheduling = True
+        for name, pool in self.workers.pools.items():
+            if pool != TRAIN and self.workers.status[name].is_ready:
                 self._join(name)
-        self._end_when_over()
+        self._finish_if_over()
 
     def _join(self, name: str) -> None:
-        pool = self.workers.names[name]
+        pool = self.workers.pools[name]
         if name not in self.state.workers:
-            self._happened(Event("joined", name, pool=pool, room=self.shape.room if pool == ROLLOUT else 1))
+            capacity = self.settings.worker_capacity if pool == ROLLOUT else 1
+            self._advance(Event("joined", name, pool=pool, capacity=capacity))
 
     # Weights ------------------------------------------------------------------------------------------
 
     def _publish(self, weights: Any, version: int) -> None:
-        """Weights are there: all rollout workers get them, by reference."""
+        """Send new weights to all rollout workers, by reference."""
         self.loads, self.weights, self.version = self.loads + 1, weights, version
-        for name in self.workers.there(ROLLOUT):
+        for name in self.workers.ready(ROLLOUT):
             self._load(name)
 
     def _load(self, name: str) -> None:
         self.workers.call(name, "load", self.weights, self.version, self.loads)
 
     def _on_load(self, _: PendingCall, __: int) -> None:
-        """It has its weights."""
+        """Nothing: jobs name the weights that they wait for."""
 
     # The schedule -------------------------------------------------------------------------------------
 
-    def _happened(self, event: Event) -> None:
-        """Tell the schedule, and do what it says."""
-        usual = Event._field_defaults
-        said = {name: value for name, value in event._asdict().items() if value != usual.get(name)}
-        self.log.write("event", event=said)
+    def _advance(self, event: Event) -> None:
+        """Log an event, advance the schedule by it, and carry out its commands."""
+        defaults = Event._field_defaults
+        fields = {name: value for name, value in event._asdict().items() if value != defaults.get(name)}
+        self.log.write("event", event=fields)
         self.state, commands = schedule.advance(self.plan, self.state, event)
         for command in commands:
             self.log.write(command.kind, groups=command.groups, version=command.version)
-            self._obey(command)
+            self._execute(command)
 
-    def _obey(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         number = command.groups[0]
-        about = {"returns": 2, "what": f"group {number}", "group": number, "ticket": command.ticket}
+        subject = f"group {number}"
+        fields: CallFields = {"subject": subject, "group": number, "ticket": command.ticket}
         if command.kind == "roll":
-            begun = [self.buffer[number].item] if number in self.buffer else []
-            if self.choose is not None and number not in self.tasks:
-                self.tasks[number] = self.choose(self.known, number)
-            order = Order("train", command.groups, self.loads, command.budget, self.tasks.get(number))
-            self.workers.call(command.worker, "play", order, *begun, **about)
+            previous = [self.buffer[number].item] if number in self.buffer else []
+            if self.choose_task is not None and number not in self.tasks:
+                self.tasks[number] = self.choose_task(self.success_rates, number)
+            job = RolloutJob("train", command.groups, self.loads, command.budget, self.tasks.get(number))
+            self.workers.call(command.worker, "roll_out", job, *previous, returns=2, **fields)
         elif command.kind == "judge":
-            given = (self.buffer[number].item, self.workers.refusal(about["what"]))
-            self.workers.call(command.worker, "judge", *given, **about)
+            args = (self.buffer[number].item, self.workers.refusal(subject))
+            self.workers.call(command.worker, "judge", *args, returns=2, **fields)
         elif command.kind == "train":
-            kept, self.buffer = cluster_state.take_groups(self.buffer, command.groups)
-            self.staleness = max(self.staleness, self.version - min(one.version for one in kept))
+            groups, self.buffer = cluster_state.take_groups(self.buffer, command.groups)
+            self.staleness = max(self.staleness, self.version - min(group.version for group in groups))
             self.tasks = {group: task for group, task in self.tasks.items() if group in self.state.groups}
-            self.workers.call_trainers("train", *(one.item for one in kept), returns=2)
+            self.workers.call_trainers("train", *(group.item for group in groups), returns=2)
         else:
-            self.buffer = cluster_state.drop(self.buffer, command.groups)
+            self.buffer = cluster_state.drop_groups(self.buffer, command.groups)
 
-    def _keep(self, doing: PendingCall, version: int) -> None:
-        """Put a call's stretch into the buffer, unless its group is gone or was given out again meanwhile."""
-        group = self.state.groups.get(doing.group)
-        if group is not None and group.ticket == doing.ticket:
-            self.buffer = cluster_state.add(self.buffer, doing.group, doing.data, version=version)
+    def _store(self, call: PendingCall, version: int) -> None:
+        """Put a call's slice into the buffer, unless its group is gone or was assigned again meanwhile."""
+        group = self.state.groups.get(call.group)
+        if group is not None and group.ticket == call.ticket:
+            self.buffer = cluster_state.add_to_buffer(self.buffer, call.group, call.data, version=version)
 
-    def _on_play(self, doing: PendingCall, slip: StretchSummary) -> None:
-        """A stretch has ended: the group goes on later, or is judged, or is ready."""
-        self.workers.seen[doing.worker].tokens += sum(slip.lengths)
-        if doing.exam is not None:
-            self.examiner.take_played(doing, slip.pool)
+    def _on_roll_out(self, call: PendingCall, summary: SliceSummary) -> None:
+        """A slice was rolled out: its group is resumed later, or judged, or ready."""
+        self.workers.status[call.worker].tokens += sum(summary.lengths)
+        if call.evaluation is not None:
+            self.evaluator.add_rollout(call, summary.pool)
             return
-        self.rollout_pids.add(slip.pid)
-        self._keep(doing, slip.oldest)
-        self.log.write("rolled", group=doing.group, **slip._asdict())
-        kind = "rolled" if slip.whole else "cut"
-        self._happened(Event(kind, doing.worker, doing.group, doing.ticket, pool=slip.pool))
+        self.rollout_pids.add(summary.pid)
+        self._store(call, summary.oldest)
+        self.log.write("rolled", group=call.group, **summary._asdict())
+        kind = "rolled" if summary.whole else "cut"
+        self._advance(Event(kind, call.worker, call.group, call.ticket, pool=summary.pool))
 
-    def _on_judge(self, doing: PendingCall, _: int) -> None:
-        """Verdicts are there."""
-        if doing.exam is not None:
-            self.examiner.take_judged(doing)
+    def _on_judge(self, call: PendingCall, _: int) -> None:
+        """A slice was judged."""
+        if call.evaluation is not None:
+            self.evaluator.add_judged(call)
             return
-        self.log.write("judged", group=doing.group, seconds=round(time.monotonic() - doing.since, 4))
-        self._keep(doing, self.version)
-        self._happened(Event("judged", doing.worker, doing.group, doing.ticket))
+        self.log.write("judged", group=call.group, seconds=round(time.monotonic() - call.started_at, 4))
+        self._store(call, self.version)
+        self._advance(Event("judged", call.worker, call.group, call.ticket))
 
-    def _on_train(self, doing: PendingCall, figures: Mapping[str, Any]) -> None:
-        """An update is made; the schedule hears of it when it is examined and saved, where that is due."""
-        self.log.write("trained", version=figures["version"], seconds=round(time.monotonic() - doing.since, 4))
-        self.figures = figures
-        self._publish(doing.data, figures["version"])
-        self.learned = figures["known"]
-        if self.budget.is_over():
-            self.workers.call_trainers("save", self._memory())
-        elif figures["due"]:
+    def _on_train(self, call: PendingCall, metrics: Mapping[str, Any]) -> None:
+        """An update was made; the schedule advances once it is validated and saved, if that is due."""
+        seconds = round(time.monotonic() - call.started_at, 4)
+        self.log.write("trained", version=metrics["version"], seconds=seconds)
+        self.last_metrics = metrics
+        self._publish(call.data, metrics["version"])
+        self.new_success_rates = metrics["known"]
+        if self.settings.time_budget.is_over():
+            self.workers.call_trainers("save", self._to_checkpoint())
+        elif metrics["due"]:
             self._validate()
         else:
-            self._updated()
+            self._finish_update()
 
-    def _updated(self) -> None:
-        """The schedule goes on; what begins from here on is chosen by what this update has shown."""
-        self.known = {**self.known, **self.learned}
-        self._happened(Event("trained"))
-        self._end_when_over()
+    def _finish_update(self) -> None:
+        """Advance the schedule; tasks of groups that start from here on are chosen by what this update has shown."""
+        self.success_rates = {**self.success_rates, **self.new_success_rates}
+        self._advance(Event("trained"))
+        self._finish_if_over()
 
-    def _end_when_over(self) -> None:
-        """After the last update the trainer says what is to be tested."""
+    def _finish_if_over(self) -> None:
+        """After the last update, ask the trainers for the parameters to test."""
         if schedule.is_over(self.plan, self.state):
-            self.workers.call_trainers("candidates", returns=3)
+            self.workers.call_trainers("test_params", returns=3)
 
-    # Examinations -------------------------------------------------------------------------------------
+    # Evaluations and checkpoints ----------------------------------------------------------------------
 
     def _validate(self) -> None:
-        """Examine the weights of now, and save."""
+        """Validate the current weights, and save."""
 
-        def validated(judged: list[Any]) -> None:
-            self.workers.call_trainers("examined", self._memory(), *judged)
+        def on_done(slices: list[Any]) -> None:
+            self.workers.call_trainers("record_evaluation", self._to_checkpoint(), *slices)
 
-        self.examiner.begin("validation", self.shape.validation_tasks, self.loads, validated)
+        self.evaluator.start("validation", self.settings.validation_tasks, self.loads, on_done)
 
-    def _memory(self) -> dict[str, Any]:
-        """Collect the master's part of a checkpoint: schedule after this update, buffer, tasks, the result's facts."""
-        state = trained(self.state) if is_training(self.state) else self.state
-        held = {str(number): self._text(self.buffer[number].item) for number in state.groups if number in self.buffer}
-        there = {number: text for number, text in held.items() if text}
+    def _to_checkpoint(self) -> dict[str, JSON]:
+        """The master's part of a checkpoint: schedule after this update, buffer, tasks, facts for the result."""
+
+        def to_text(item: Any) -> str:
+            try:
+                return pack_slice(item if isinstance(item, RolloutSlice) else self.backend.get(item))
+            except WorkerLost:  # the host that had it is gone: the group will be rolled out again
+                return ""
+
+        state = cluster_state.finish_update(self.state) if is_training(self.state) else self.state
+        texts = {str(number): to_text(self.buffer[number].item) for number in state.groups if number in self.buffer}
+        buffer = {number: text for number, text in texts.items() if text}
         tasks = {str(number): self.tasks[number] for number in state.groups if number in self.tasks}
         seen = {"rollout_pids": sorted(self.rollout_pids), "staleness": self.staleness}
-        return {"schedule": json.dumps(to_json(state)), "buffer": there, "tasks": tasks, "seen": json.dumps(seen)}
+        schedule_text = json.dumps(cluster_state.to_json(state))
+        return {"schedule": schedule_text, "buffer": buffer, "tasks": tasks, "seen": json.dumps(seen)}
 
-    def _text(self, item: Any) -> str:
-        """A stretch as text; "" where the host that had it is gone, so that it is rolled out again."""
-        try:
-            return pack_stretch(item if isinstance(item, Stretch) else self.backend.get(item))
-        except Lost:
-            return ""
-
-    def _on_examined(self, _: PendingCall, figures: Mapping[str, Any]) -> None:
-        """Written down, and saved."""
-        self._on_save(_, figures["update"])
+    def _on_record_evaluation(self, call: PendingCall, metrics: Mapping[str, Any]) -> None:
+        """A validation was recorded, and a checkpoint saved."""
+        self._on_save(call, metrics["update"])
         if is_training(self.state):
-            self._updated()
-        elif not self.going:
-            self._set_going()
+            self._finish_update()
+        elif not self.is_scheduling:
+            self._start_schedule()
 
     def _on_save(self, _: PendingCall, update: int) -> None:
-        """There is a checkpoint of this update: the place to end where no time is left."""
+        """A checkpoint of this update was saved: stop here if the time budget is over."""
         self.log.write("saved", update=update)
-        if self.budget.is_over():
-            self.tell(f"the time budget of {self.budget.words} is over: saved at update {update}; {GO_ON}")
+        budget = self.settings.time_budget
+        if budget.is_over():
+            message = f"the time budget of {budget.text} is over: saved at update {update}"
+            self.notify(f"{message}; the same command resumes from there")
             raise OutOfTime
 
-    def _on_candidates(self, doing: PendingCall, _: int) -> None:
-        """The weights before and after, which are tested on the same tasks."""
-        before, after = doing.data
+    def _on_test_params(self, call: PendingCall, _: int) -> None:
+        """Test the parameters before and after training on the same tasks."""
+        params_before, params_after = call.data
 
-        def tested_before(first: list[Any]) -> None:
-            self._publish(after, self.state.version)
-            self.examiner.begin(
-                "test-after", self.shape.test_tasks, self.loads, lambda second: self._finish(first, second)
+        def on_tested_before(slices_before: list[Any]) -> None:
+            self._publish(params_after, self.state.version)
+            self.evaluator.start(
+                "test-after",
+                self.settings.test_tasks,
+                self.loads,
+                lambda slices_after: self._finish(slices_before, slices_after),
             )
 
-        self._publish(before, 0)
-        self.examiner.begin("test-before", self.shape.test_tasks, self.loads, tested_before)
+        self._publish(params_before, 0)
+        self.evaluator.start("test-before", self.settings.test_tasks, self.loads, on_tested_before)
 
-    def _finish(self, before: list[Any], after: list[Any]) -> None:
+    def _finish(self, slices_before: list[Any], slices_after: list[Any]) -> None:
         cluster = {
             "rollout_pids": sorted(self.rollout_pids),
             "duplicates": self.state.duplicates,
             "lost": self.workers.lost,
             "staleness": self.staleness,
         }
-        self.workers.call_trainers("finish", cluster, len(before), *before, *after)
+        self.workers.call_trainers("finish", cluster, len(slices_before), *slices_before, *slices_after)
 
-    def _on_finish(self, _: PendingCall, result: dict[str, Any]) -> None:
+    def _on_finish(self, _: PendingCall, result: dict[str, JSON]) -> None:
         self.result = result

@@ -1,71 +1,83 @@
-"""Messages between master and workers: orders to the workers, stretches of trajectories back from them.
+"""Messages between the master and its workers: jobs for the workers, slices of rolled-out trajectories in return.
 
-The master sees a `StretchSummary` of each stretch, and passes the stretch itself on by reference.
+The master sees only a `SliceSummary` of each slice, and passes the slice itself on by reference.
 """
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from flowgrpo.rollout.records import Played, Unfinished, from_json, to_json, unfinished_from_json, unfinished_to_json
-
-
-class Order(NamedTuple):
-    """Groups of one kind that a worker is to roll out."""
-
-    kind: str  # "train", or the name of an examination, such as "validation"
-    numbers: tuple[int, ...]  # of the groups
-    loaded: int  # at least so many times weights must have come
-    budget: int | None = None  # tokens of a trajectory
-    task: int | None = None  # the number of the group's task, where it does not follow from the group's own
+from flowgrpo.rollout.records import (
+    PartialTrajectory,
+    RecordedTrajectory,
+    from_json,
+    partial_from_json,
+    partial_to_json,
+    to_json,
+)
+from flowgrpo.types import JSON, Turn
 
 
-class Stretch(NamedTuple):
-    """The trajectories of an order, so far."""
+class RolloutJob(NamedTuple):
+    """What a worker is to roll out: groups of an update, or tasks of an evaluation."""
 
-    played: tuple[Played, ...] = ()
-    unfinished: tuple[Unfinished, ...] = ()  # that go on
+    kind: str  # "train", or the name of an evaluation, such as "validation"
+    indices: tuple[int, ...]  # of the groups, or of the tasks
+    min_loads: int  # the worker waits until it has loaded weights this many times
+    budget: int | None = None  # tokens of a trajectory in this slice; None: up to its end
+    task: int | None = None  # index of the group's task, if it does not follow from the group's own index
 
 
-class StretchSummary(NamedTuple):
-    """Summary of a stretch, as much as the master needs to know of it."""
+class RolloutSlice(NamedTuple):
+    """Result of a job: the trajectories that have ended, and those that a later job can resume."""
+
+    trajectories: tuple[RecordedTrajectory, ...] = ()
+    unfinished: tuple[PartialTrajectory, ...] = ()
+
+
+class SliceSummary(NamedTuple):
+    """What the master needs to know of a slice. The names of the fields are those of the event log."""
 
     pid: int
-    whole: bool
-    pool: str  # of those who judge it; "" where nobody need
-    oldest: int  # version of the weights that spoke, in this stretch or an earlier one
-    reused: int  # tokens of earlier stretches
-    lengths: tuple[int, ...]  # tokens of each trajectory that the policy chose in this stretch
+    whole: bool  # no trajectory is unfinished
+    pool: str  # of the reward workers that are to judge it; "" if none need
+    oldest: int  # oldest version of the weights that sampled a token, in this slice or an earlier one
+    reused: int  # number of tokens from earlier slices
+    lengths: tuple[int, ...]  # by trajectory: number of tokens sampled in this slice
     seconds: float
 
 
-def versions(stretch: Stretch) -> set[int]:
-    """The weights that spoke in it."""
-    turns = [turn for one in stretch.played for turn in one.turns]
-    turns += [turn for one in stretch.unfinished for turn in one.spoken]
-    return {version for turn in turns for version in _of(turn)}
+def versions(rollout_slice: RolloutSlice) -> set[int]:
+    """Versions of the weights that sampled its tokens."""
+    model_versions: set[int] = set()
+    for _, turns in _turns(rollout_slice):
+        for turn in turns:
+            if not isinstance(turn.version, int):
+                model_versions.update(turn.version[turn.chosen].tolist())
+            elif turn.chosen.any():
+                model_versions.add(turn.version)
+    return model_versions
 
 
-def _of(turn) -> Sequence[int]:
-    """The versions that chose the tokens of a turn."""
-    version = turn.version
-    return [version] * bool(turn.chosen.any()) if isinstance(version, int) else version[turn.chosen].tolist()
+def lengths(rollout_slice: RolloutSlice) -> dict[tuple[int, int], int]:
+    """Number of sampled tokens of each trajectory, by (group, sample)."""
+    return {key: sum(int(turn.chosen.sum()) for turn in turns) for key, turns in _turns(rollout_slice)}
 
 
-def lengths(stretch: Stretch) -> dict[tuple[int, int], int]:
-    """The tokens that the policy chose, by group and sample."""
-    every = [(one, one.turns) for one in stretch.played] + [(one, one.spoken) for one in stretch.unfinished]
-    return {(one.group, one.sample): sum(int(turn.chosen.sum()) for turn in turns) for one, turns in every}
+def _turns(rollout_slice: RolloutSlice) -> list[tuple[tuple[int, int], Sequence[Turn]]]:
+    """((group, sample), turns) of each trajectory, with the action that was cut as a turn."""
+    turns = [((item.group, item.sample), item.turns) for item in rollout_slice.trajectories]
+    return turns + [((item.group, item.sample), item.all_turns) for item in rollout_slice.unfinished]
 
 
-def pack_stretch(stretch: Stretch) -> str:
-    """The stretch as text, for a checkpoint."""
-    held = [unfinished_to_json(one) for one in stretch.unfinished]
-    return json.dumps({"played": [to_json(one) for one in stretch.played], "unfinished": held})
+def pack_slice(rollout_slice: RolloutSlice) -> str:
+    """The slice as text, for a checkpoint."""
+    unfinished = [partial_to_json(item) for item in rollout_slice.unfinished]
+    return json.dumps({"played": [to_json(item) for item in rollout_slice.trajectories], "unfinished": unfinished})
 
 
-def unpack_stretch(text: str) -> Stretch:
-    """The stretch that `pack_stretch` wrote."""
-    value: dict[str, Any] = json.loads(text)
-    played = tuple(from_json(line) for line in value["played"])
-    return Stretch(played, tuple(unfinished_from_json(line) for line in value["unfinished"]))
+def unpack_slice(text: str) -> RolloutSlice:
+    """The slice that `pack_slice` wrote."""
+    value: dict[str, JSON] = json.loads(text)
+    trajectories = tuple(from_json(line) for line in value["played"])
+    return RolloutSlice(trajectories, tuple(partial_from_json(line) for line in value["unfinished"]))

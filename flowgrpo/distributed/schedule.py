@@ -1,21 +1,21 @@
 """Schedules that answer each event of a run with commands to workers. Pure; a master only carries them out.
 
-    state, commands = advance(plan, state, Event("joined", worker="rollout-0", pool=ROLLOUT, room=2))
+    state, commands = advance(plan, state, Event("joined", worker="rollout-0", pool=ROLLOUT, capacity=2))
 
-A *group* is all trajectories of one query, and is numbered in the order in which groups begin. It is rolled out,
-judged, and learned from in one update; the update of version v makes version v + 1 of the weights.
+A *group* is all trajectories of one query; groups are numbered in the order in which they start. A group is rolled out,
+judged, and trained on in one update; the update of version v makes version v + 1 of the weights.
 
-    synchronous         groups begin when the version that they are learned from is there
-    one_step_off        one version earlier, so that rollouts go on while the trainer works
-    asynchronous        any groups that are ready are learned from, at most `staleness` versions after they began
-    partial_rollouts    a stretch ends after `budget` tokens of a trajectory; its rest goes on in a later version
+    synchronous         groups start when the version that trains on them is there
+    one_step_off        groups start one version earlier, so that rollouts continue while the trainer works
+    asynchronous        an update trains on any groups that are ready, at most `staleness` versions after they started
+    partial_rollouts    a slice ends after `budget` tokens of a trajectory; the trajectory is resumed in a later version
 
-**Staleness never passes its bound.** A group that begins at version v is due at update v + staleness. Groups begin only
-while all that are under way fit into the updates before the last of them is due, `queries` to each; and an update takes
-groups only if all that it leaves still fit. So (Hall's condition for deadlines) every group is learned from in time,
-and nothing has to be thrown away for being late: the schedule waits for what is due instead.
+**Staleness never exceeds its bound.** A group that starts at version v is due at update v + staleness. Groups start
+only while all that are under way fit into the updates before the last of them is due, `queries` to each; and an update
+takes groups only if all that it leaves still fit. So (Hall's condition for deadlines) every group is trained on in
+time, and none has to be dropped for being late: the schedule waits for what is due instead.
 
-A worker that is lost gives its groups back; what it answers later has an old ticket and is counted as a duplicate.
+A worker that is lost gives its groups back; a result that it sends later has an old ticket and counts as a duplicate.
 """
 
 from typing import Literal, NamedTuple
@@ -23,19 +23,19 @@ from typing import Literal, NamedTuple
 from flowgrpo.distributed.cluster_state import (
     ClusterState,
     Group,
-    changed,
-    freed,
+    add_worker,
+    assign,
+    finish_update,
     is_training,
-    joined,
-    released,
-    removed,
-    taken,
-    trained,
-    without,
+    release_held,
+    remove_groups,
+    remove_worker,
+    set_groups,
+    unassign,
 )
 from flowgrpo.types import check_range
 
-# Pools of workers; there may be a pool of rewards for each domain.
+# Pools of workers; each domain may have a pool of reward workers of its own.
 ROLLOUT, REWARD, TRAIN = "rollout", "reward", "train"
 Kind = Literal["joined", "lost", "rolled", "cut", "judged", "trained"]
 
@@ -44,27 +44,27 @@ class Plan(NamedTuple):
     """Settings and limits of a schedule; its constructors are below."""
 
     name: str
-    queries: int  # groups that an update learns from
+    queries: int  # number of groups that an update trains on
     updates: int
-    staleness: int = 0  # versions, at most, from a group's beginning to its update
-    in_order: bool = True  # an update takes the groups that began for it
-    spare: int = 0  # groups beyond those: dropped when enough are ready; or, where there is a budget, going on later
-    budget: int | None = None  # tokens of a trajectory in one stretch
+    staleness: int = 0  # maximal number of versions from a group's start to its update
+    in_order: bool = True  # an update takes the groups that were started for it
+    spare: int = 0  # further groups: dropped when enough are ready, or resumed later if there is a budget
+    budget: int | None = None  # tokens of a trajectory in one slice
 
 
 class Event(NamedTuple):
-    """Something that happened."""
+    """Something that happened in the cluster. The names of the fields are those of the event log."""
 
     kind: Kind
     worker: str = ""
     group: int = -1
     ticket: int = -1  # of the command that this answers
-    pool: str = ""  # of the worker that joined; or of those who judge the group that was rolled out, if any do
-    room: int = 1  # groups that the worker takes at a time
+    pool: str = ""  # of the worker that joined; or of the reward workers that are to judge the group, if any
+    capacity: int = 1  # number of groups that the worker takes at a time
 
 
 class Command(NamedTuple):
-    """Something for a worker to do; `train` has its groups, the others one."""
+    """A command to a worker, or to all trainers; `train` has several groups, the others have one."""
 
     kind: Literal["roll", "judge", "train", "drop"]
     groups: tuple[int, ...]
@@ -78,24 +78,24 @@ class Command(NamedTuple):
 
 
 def synchronous(queries: int, updates: int, *, spare: int = 0) -> Plan:
-    """All groups of an update are rolled out with the weights that it changes."""
+    """Roll out all groups of an update with the weights that it changes."""
     return _checked(Plan("sync", queries, updates, spare=spare))
 
 
 def one_step_off(queries: int, updates: int, *, spare: int = 0) -> Plan:
-    """The groups of an update are rolled out while the one before it is made."""
+    """Roll out the groups of an update during the previous one."""
     return _checked(Plan("one_step_off", queries, updates, staleness=1, spare=spare))
 
 
 def asynchronous(queries: int, updates: int, *, staleness: int = 2) -> Plan:
-    """Rollouts never wait, unless a group would be learned from more than `staleness` versions after it began."""
+    """Never let rollouts wait, unless a group would be trained on more than `staleness` versions after its start."""
     return _checked(Plan("async", queries, updates, staleness=staleness, in_order=False))
 
 
 def partial_rollouts(queries: int, updates: int, *, budget: int, staleness: int = 4, spare: int = 0) -> Plan:
-    """Nothing is rolled out during an update; what has not ended after `budget` tokens goes on afterwards.
+    """Cut trajectories after `budget` tokens and resume them after the update, during which nothing is rolled out.
 
-    So that enough groups end in a stretch, `spare` more than an update takes are under way.
+    So that enough groups end in a slice, `spare` more than an update takes are under way.
     """
     return _checked(Plan("partial", queries, updates, staleness, in_order=False, spare=spare, budget=budget))
 
@@ -106,12 +106,12 @@ def _checked(plan: Plan) -> Plan:
     return plan
 
 
-# What happens -----------------------------------------------------------------------------------------------
+# Events -----------------------------------------------------------------------------------------------------
 
 
 def advance(plan: Plan, state: ClusterState, event: Event) -> tuple[ClusterState, list[Command]]:
-    """The state after an event, and what is to be done now."""
-    state = _heard(state, event)
+    """The state after an event, and the commands that follow from it."""
+    state = _apply_event(state, event)
     commands: list[Command] = []
     for step in (_train, _judge, _roll):
         state, more = step(plan, state)
@@ -120,49 +120,49 @@ def advance(plan: Plan, state: ClusterState, event: Event) -> tuple[ClusterState
 
 
 def is_over(plan: Plan, state: ClusterState) -> bool:
-    """Say whether all updates are made."""
+    """Whether all updates have been made."""
     return state.version >= plan.updates
 
 
-def due(plan: Plan, group: Group) -> int:
-    """The last version that may be changed by what this group shows."""
-    return group.began + plan.staleness
+def due_version(plan: Plan, group: Group) -> int:
+    """The last version whose update may train on this group."""
+    return group.start_version + plan.staleness
 
 
-def _heard(state: ClusterState, event: Event) -> ClusterState:
-    """Apply to the state what an event changes by itself, before any command follows from it."""
+def _apply_event(state: ClusterState, event: Event) -> ClusterState:
+    """The state after an event, before any command."""
     if event.kind == "joined":
-        return joined(state, event.worker, event.pool, event.room)
+        return add_worker(state, event.worker, event.pool, event.capacity)
     if event.kind == "lost":
-        return without(state, event.worker)
+        return remove_worker(state, event.worker)
     if event.kind == "trained":
-        return trained(state)
+        return finish_update(state)
     group = state.groups.get(event.group)
     if group is None or group.ticket != event.ticket:
         return state._replace(duplicates=state.duplicates + 1)
-    state = freed(state, group.worker)
+    state = unassign(state, group.worker)
     if event.kind == "cut":
         after = group._replace(phase="held")
     elif event.kind == "rolled":
         after = group._replace(phase="rolled" if event.pool else "ready", pool=event.pool)
     else:
         after = group._replace(phase="ready")
-    return changed(state, {event.group: after._replace(worker="", ticket=-1)})
+    return set_groups(state, {event.group: after._replace(worker="", ticket=-1)})
 
 
-# What is to be done -----------------------------------------------------------------------------------------
+# Commands ---------------------------------------------------------------------------------------------------
 
 
 def _train(plan: Plan, state: ClusterState) -> tuple[ClusterState, list[Command]]:
-    """Begin an update, if one is not being made and its groups are there."""
+    """Start an update, if none is under way and its groups are ready."""
     if is_training(state) or is_over(plan, state) or state.counts.get("ready", 0) < plan.queries:
         return state, []
     batch = (_batch_in_order if plan.in_order else _batch_by_deadline)(plan, state)
     if not batch:
         return state, []
-    taken = {number: state.groups[number]._replace(phase="training") for number in batch}
+    in_training = {number: state.groups[number]._replace(phase="training") for number in batch}
     commands = [Command("train", batch, version=state.version)]
-    state = changed(state, taken)
+    state = set_groups(state, in_training)
     if plan.spare and plan.in_order:
         state, dropped = _drop(plan, state)
         commands += dropped
@@ -170,45 +170,45 @@ def _train(plan: Plan, state: ClusterState) -> tuple[ClusterState, list[Command]
 
 
 def _batch_in_order(plan: Plan, state: ClusterState) -> tuple[int, ...]:
-    """The first groups that are ready of those that began for this update."""
-    own = _births(plan, state.version)
-    ready = [n for n in own if n in state.groups and state.groups[n].phase == "ready"]
+    """The first ready groups of those that were started for this update."""
+    numbers = _groups_of_update(plan, state.version)
+    ready = [n for n in numbers if n in state.groups and state.groups[n].phase == "ready"]
     return tuple(ready[: plan.queries]) if len(ready) >= plan.queries else ()
 
 
-def _births(plan: Plan, version: int) -> range:
-    """The groups that begin for an update."""
-    each = plan.queries + plan.spare
-    return range(version * each, (version + 1) * each)
+def _groups_of_update(plan: Plan, version: int) -> range:
+    """Numbers of the groups that are started for an update."""
+    count = plan.queries + plan.spare
+    return range(version * count, (version + 1) * count)
 
 
 def _batch_by_deadline(plan: Plan, state: ClusterState) -> tuple[int, ...]:
-    """The ready groups that are due first, if all that are left can still be learned from in time."""
+    """The ready groups that are due first, if all others can still be trained on in time."""
     if plan.budget is not None and state.counts.get("rolling"):
         return ()
-    by_deadline = sorted(state.groups, key=lambda number: (due(plan, state.groups[number]), number))
+    by_deadline = sorted(state.groups, key=lambda number: (due_version(plan, state.groups[number]), number))
     batch = [number for number in by_deadline if state.groups[number].phase == "ready"][: plan.queries]
-    taken = set(batch)
-    left = [due(plan, state.groups[number]) for number in by_deadline if number not in taken]
-    in_time = all(last >= state.version + 1 + i // plan.queries for i, last in enumerate(left))
+    in_batch = set(batch)
+    deadlines = [due_version(plan, state.groups[number]) for number in by_deadline if number not in in_batch]
+    in_time = all(deadline >= state.version + 1 + i // plan.queries for i, deadline in enumerate(deadlines))
     return tuple(batch) if in_time else ()
 
 
 def _drop(plan: Plan, state: ClusterState) -> tuple[ClusterState, list[Command]]:
-    """Of this update's groups those that are not needed, whether they have begun or not."""
-    own = [number for number in _births(plan, state.version) if number in state.groups]
-    spare = [number for number in own if state.groups[number].phase != "training"]
+    """Drop the groups of this update that it does not need, and skip those that have not started."""
+    numbers = [number for number in _groups_of_update(plan, state.version) if number in state.groups]
+    spare = [number for number in numbers if state.groups[number].phase != "training"]
     commands = []
     for number in spare:
         group = state.groups[number]
         commands.append(Command("drop", (number,), group.worker, group.ticket))
-        state = freed(state, group.worker)
-    begun = max(state.begun, _births(plan, state.version).stop)
-    return removed(state._replace(begun=begun), spare), commands
+        state = unassign(state, group.worker)
+    num_started = max(state.num_started, _groups_of_update(plan, state.version).stop)
+    return remove_groups(state._replace(num_started=num_started), spare), commands
 
 
 def _judge(plan: Plan, state: ClusterState) -> tuple[ClusterState, list[Command]]:
-    """Give what was rolled out to those who judge it."""
+    """Assign groups that were rolled out to reward workers."""
     del plan
     commands = []
     if not state.counts.get("rolled") or not any(names for pool, names in state.idle.items() if pool != ROLLOUT):
@@ -217,52 +217,53 @@ def _judge(plan: Plan, state: ClusterState) -> tuple[ClusterState, list[Command]
         group = state.groups[number]
         worker = next(iter(state.idle.get(group.pool, ())), "")
         if worker:
-            state, ticket = taken(state, worker)
-            state = changed(state, {number: group._replace(phase="judging", worker=worker, ticket=ticket)})
+            state, ticket = assign(state, worker)
+            state = set_groups(state, {number: group._replace(phase="judging", worker=worker, ticket=ticket)})
             commands.append(Command("judge", (number,), worker, ticket))
     return state, commands
 
 
 def _roll(plan: Plan, state: ClusterState) -> tuple[ClusterState, list[Command]]:
-    """Give groups to workers that have room: first those that wait, then new ones."""
+    """Assign groups to rollout workers below their capacity: first the waiting ones, then new ones."""
     commands = []
     if not state.idle.get(ROLLOUT) or (plan.budget is not None and is_training(state)):
         return state, commands
     if _is_stuck(plan, state):
-        state = released(state)
-    waits = bool(state.counts.get("waiting"))
-    waiting = sorted(n for n, group in state.groups.items() if group.phase == "waiting") if waits else []
+        state = release_held(state)
+    waiting: list[int] = []
+    if state.counts.get("waiting"):
+        waiting = sorted(n for n, group in state.groups.items() if group.phase == "waiting")
     while state.idle[ROLLOUT]:
         worker = state.idle[ROLLOUT][0]
         if waiting:
             number = waiting.pop(0)
             group = state.groups[number]
-        elif _may_begin(plan, state):
-            number, group = state.begun, Group(state.version)
-            state = state._replace(begun=number + 1)
+        elif _may_start(plan, state):
+            number, group = state.num_started, Group(state.version)
+            state = state._replace(num_started=number + 1)
         else:
             break
-        state, ticket = taken(state, worker)
-        budget = None if plan.budget is None or due(plan, group) <= state.version else plan.budget
-        state = changed(state, {number: group._replace(phase="rolling", worker=worker, ticket=ticket)})
+        state, ticket = assign(state, worker)
+        budget = None if plan.budget is None or due_version(plan, group) <= state.version else plan.budget
+        state = set_groups(state, {number: group._replace(phase="rolling", worker=worker, ticket=ticket)})
         commands.append(Command("roll", (number,), worker, ticket, state.version, budget))
     return state, commands
 
 
 def _is_stuck(plan: Plan, state: ClusterState) -> bool:
-    """Say whether nothing happens any more unless what is held goes on."""
+    """Whether nothing can happen any more unless the held groups continue."""
     phases = {phase for phase, count in state.counts.items() if count}
-    return "held" in phases and phases <= {"held", "ready"} and not _may_begin(plan, state)
+    return "held" in phases and phases <= {"held", "ready"} and not _may_start(plan, state)
 
 
-def _may_begin(plan: Plan, state: ClusterState) -> bool:
-    """Say whether one more group fits into the updates until it would be due."""
-    training = state.counts.get("training", 0)
-    each = plan.queries + plan.spare if plan.in_order else plan.queries
-    coming = state.version + bool(training)  # the update that can take it first
-    room = (state.version + plan.staleness + 1 - coming) * each
+def _may_start(plan: Plan, state: ClusterState) -> bool:
+    """Whether one more group fits into the updates until it would be due."""
+    num_training = state.counts.get("training", 0)
+    per_update = plan.queries + plan.spare if plan.in_order else plan.queries
+    first_update = state.version + bool(num_training)  # that can take it
+    limit = (state.version + plan.staleness + 1 - first_update) * per_update
     if plan.budget is not None:
-        room = min(room, plan.queries + plan.spare)
-    # In order, a group belongs to the update of its number, also where a run goes on with fewer groups than were begun.
-    last = min(plan.updates, state.version + plan.staleness + 1) if plan.in_order else plan.updates
-    return len(state.groups) - training < room and state.begun < last * each
+        limit = min(limit, plan.queries + plan.spare)
+    # In order, a group belongs to the update of its number, even if a resumed run has fewer groups than were started.
+    last_update = min(plan.updates, state.version + plan.staleness + 1) if plan.in_order else plan.updates
+    return len(state.groups) - num_training < limit and state.num_started < last_update * per_update

@@ -1,143 +1,151 @@
 """Workers of each kind: ordinary objects, which a backend puts into processes of their own.
 
-    RolloutWorker   an engine and an agent system:   order -> stretch
-    RewardWorker    rewards:                         stretch -> the same, judged
+    RolloutWorker   an engine and an agent system:   RolloutJob -> RolloutSlice
+    RewardWorker    rewards:                         RolloutSlice -> the same, judged
 
-Both are made of functions that are passed in, the very ones that a single process runs. The third kind, which trains,
-is `recipes.cluster_trainer.ClusterTrainer`; several of them make the same calls in the same order, as one
-`jax.distributed` group. A worker may be killed at any moment: what it owns can be made again.
+Both are made of functions that are passed in, the very ones that a single process runs. The third kind is
+`recipes.cluster_trainer.ClusterTrainer`; several trainers make the same calls in the same order, as one
+`jax.distributed` group. A worker may be killed at any moment: its state can always be made again.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
-from flowgrpo.contracts import Reward, Scored
-from flowgrpo.data.task_sampling import EMPTY, Known
-from flowgrpo.distributed.messages import Order, Stretch, StretchSummary, lengths, versions
+from flowgrpo.contracts import Reward, RewardResult
+from flowgrpo.data.task_sampling import NO_RATES, SuccessRates
+from flowgrpo.distributed.messages import RolloutJob, RolloutSlice, SliceSummary, lengths, versions
 from flowgrpo.distributed.worker_pool import Heartbeat, take_heartbeat
 from flowgrpo.rollout.judging import is_solved, judge_outputs
-from flowgrpo.rollout.records import Played, awaits_verdict, with_verdict
-from flowgrpo.types import BadInput
+from flowgrpo.rollout.records import RecordedTrajectory, awaits_reward, with_reward_result
+from flowgrpo.types import JSON, BadInput, Params
 
-LOADING = 600.0  # seconds that an order waits for its weights
+LOAD_SECONDS = 600.0  # timeout of a job that waits for its weights
+
+ListPending = Callable[[], list[str]]  # -> what a rollout is waiting for, for people
+OnStart = Callable[[ListPending], None]
 
 
-class Player(NamedTuple):
+class RolloutFunctions(NamedTuple):
     """Functions that a rollout worker is made of."""
 
-    load: Callable[[Any, int], None]  # the trained part of the parameters, and their version
-    play: Callable[[Order, Stretch, Callable[[Callable[[], list[str]]], None]], Stretch]  # (order, begun, on_start)
-    pool: Callable[[Stretch], str]  # who judges it
+    load_weights: Callable[[Params, int], None]  # (trained part of the parameters, version)
+    roll_out: Callable[[RolloutJob, RolloutSlice, OnStart], RolloutSlice]  # (job, slice to resume, on_start)
+    pool: Callable[[RolloutSlice], str]  # -> the reward workers that are to judge it
 
 
 class RolloutWorker:
-    """Plays what it is ordered to, several orders at a time over one engine."""
+    """Rolls out jobs, several at a time over one engine."""
 
-    def __init__(self, open_player: Callable[[], AbstractContextManager[Player]]):
+    def __init__(self, build_functions: Callable[[], AbstractContextManager[RolloutFunctions]]):
         self._stack = ExitStack()
-        self._player = self._stack.enter_context(open_player())
-        self._loads, self._version, self._changed = 0, -1, threading.Condition()
-        self._asked: dict[object, Callable[[], list[str]]] = {}  # by the order that is under way
+        self._functions = self._stack.enter_context(build_functions())
+        self._loads, self._version, self._loaded = 0, -1, threading.Condition()
+        self._list_pending: dict[object, ListPending] = {}  # by job under way
 
-    def about(self) -> dict[str, Any]:
-        """Report the process id and the host of this worker."""
+    def describe(self) -> dict[str, JSON]:
+        """Process id and host of this worker."""
         return process_and_host()
 
-    def load(self, params: Any, version: int, loads: int) -> int:
-        """Use these weights from the next stretch of decoding on; the `loads`-th that came."""
-        with self._changed:
-            if loads > self._loads:  # or else newer ones were faster
-                self._player.load(params, version)
+    def load(self, params: Params, version: int, loads: int) -> int:
+        """Use these weights, the `loads`-th that were published, from the next decoding step on."""
+        with self._loaded:
+            if loads > self._loads:  # else newer ones were faster
+                self._functions.load_weights(params, version)
                 self._loads, self._version = loads, version
-                self._changed.notify_all()
+                self._loaded.notify_all()
         return loads
 
-    def play(self, order: Order, begun: Stretch | None = None) -> tuple[StretchSummary, Stretch]:
-        """The trajectories of an order, with those that had ended before."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._loads >= order.loaded, LOADING):
-                raise BadInput(f"the weights of {order.kind} {order.numbers} did not come within {LOADING:g} s")
-        begun, began, mine = begun or Stretch(), time.monotonic(), object()
+    def roll_out(self, job: RolloutJob, previous: RolloutSlice | None = None) -> tuple[SliceSummary, RolloutSlice]:
+        """Roll out a job, or resume the `previous` slice of it; the result has all its trajectories."""
+        with self._loaded:
+            if not self._loaded.wait_for(lambda: self._loads >= job.min_loads, LOAD_SECONDS):
+                raise BadInput(f"the weights of {job.kind} {job.indices} did not come within {LOAD_SECONDS:g} s")
+        previous, start, key = previous or RolloutSlice(), time.monotonic(), object()
         try:
-            stretch = self._player.play(order, begun, lambda pending: self._asked.update({mine: pending}))
+            result = self._functions.roll_out(
+                job, previous, lambda list_pending: self._list_pending.update({key: list_pending})
+            )
         finally:
-            self._asked.pop(mine, None)
-        return self._slip(stretch, lengths(begun), time.monotonic() - began), stretch
-
-    def _slip(self, stretch: Stretch, before: Mapping[tuple[int, int], int], seconds: float) -> StretchSummary:
-        """Summarise a stretch; `before` has the number of tokens of its trajectories that were there already."""
-        whole = not stretch.unfinished
-        return StretchSummary(
+            self._list_pending.pop(key, None)
+        seconds, previous_lengths, whole = time.monotonic() - start, lengths(previous), not result.unfinished
+        summary = SliceSummary(
             pid=os.getpid(),
             whole=whole,
-            pool=self._player.pool(stretch) if whole and any(map(awaits_verdict, stretch.played)) else "",
-            oldest=min(versions(stretch), default=self._version),
-            reused=sum(before.values()),
-            lengths=tuple(size - before.get(one, 0) for one, size in lengths(stretch).items()),
+            pool=self._functions.pool(result) if whole and any(map(awaits_reward, result.trajectories)) else "",
+            oldest=min(versions(result), default=self._version),
+            reused=sum(previous_lengths.values()),
+            lengths=tuple(size - previous_lengths.get(identity, 0) for identity, size in lengths(result).items()),
             seconds=round(seconds, 4),
         )
+        return summary, result
 
     def heartbeat(self) -> Heartbeat:
-        """Report the state of this process, with the pending work of every order under way."""
-        return take_heartbeat([word for ask in list(self._asked.values()) for word in ask()])
+        """State of this process, with what every job under way is waiting for."""
+        return take_heartbeat([line for pending in list(self._list_pending.values()) for line in pending()])
 
 
 class RewardWorker:
     """Judges trajectories, group by group."""
 
-    def __init__(self, open_reward: Callable[[], AbstractContextManager[Reward]]):
+    def __init__(self, build_reward: Callable[[], AbstractContextManager[Reward]]):
         self._stack = ExitStack()
-        self._reward = self._stack.enter_context(open_reward())
-        self._since: dict[object, tuple[float, str]] = {}  # by the call that is under way
+        self._reward = self._stack.enter_context(build_reward())
+        self._under_way: dict[object, tuple[float, str]] = {}  # (start, what is judged), by call
 
-    def about(self) -> dict[str, Any]:
-        """Report the process id and the host of this worker."""
+    def describe(self) -> dict[str, JSON]:
+        """Process id and host of this worker."""
         return process_and_host()
 
-    def judge(self, stretch: Stretch, refused: str = "") -> tuple[int, Stretch]:
-        """The stretch with its verdicts; those that are `refused` have none, for this reason."""
-        mine = object()
-        self._since[mine] = (time.monotonic(), f"the reward of task {stretch.played[0].task!r:.60}")
+    def judge(self, rollout_slice: RolloutSlice, refusal: str = "") -> tuple[int, RolloutSlice]:
+        """The slice with its rewards; with a `refusal`, trajectories that await one get none, for this reason."""
+        trajectories, key = rollout_slice.trajectories, object()
+        self._under_way[key] = (time.monotonic(), f"the reward of task {trajectories[0].task!r:.60}")
         try:
-            verdicts = self._verdicts(stretch.played, refused)
+            results = self._score(trajectories, refusal)
         finally:
-            del self._since[mine]
-        judged = [with_verdict(one, verdicts[i], is_solved) if i in verdicts else one
-                  for i, one in enumerate(stretch.played)]  # fmt: skip
-        return os.getpid(), Stretch(tuple(judged))
+            del self._under_way[key]
+        judged = [
+            with_reward_result(trajectory, results[i], is_solved) if i in results else trajectory
+            for i, trajectory in enumerate(trajectories)
+        ]
+        return os.getpid(), RolloutSlice(tuple(judged))
 
-    def _verdicts(self, played: Sequence[Played], refused: str) -> dict[int, Scored]:
-        """Score the trajectories that await a verdict, a group at once; each `Scored` by the trajectory's index."""
+    def _score(self, trajectories: Sequence[RecordedTrajectory], refusal: str) -> dict[int, RewardResult]:
+        """Rewards of the trajectories that await one, by index; each group is scored at once."""
         groups: dict[int, list[int]] = {}
-        for index, one in enumerate(played):
-            if awaits_verdict(one):
-                groups.setdefault(one.group, []).append(index)
-        found: dict[int, Scored] = {}
-        for own in groups.values():
-            tasks, outputs = [played[i].task for i in own], [played[i].output or "" for i in own]
-            said = [Scored(None, refused)] * len(own) if refused else judge_outputs(self._reward, tasks, outputs)
-            found |= dict(zip(own, said, strict=True))
-        return found
+        for index, trajectory in enumerate(trajectories):
+            if awaits_reward(trajectory):
+                groups.setdefault(trajectory.group, []).append(index)
+        results: dict[int, RewardResult] = {}
+        for indices in groups.values():
+            if refusal:
+                results |= {index: RewardResult(None, refusal) for index in indices}
+                continue
+            tasks = [trajectories[i].task for i in indices]
+            outputs = [trajectories[i].output or "" for i in indices]
+            results |= dict(zip(indices, judge_outputs(self._reward, tasks, outputs), strict=True))
+        return results
 
     def heartbeat(self) -> Heartbeat:
-        """Report the state of this process, with the judgements under way and their seconds so far."""
+        """State of this process, with what is being judged and for how long."""
         now = time.monotonic()
-        return take_heartbeat([f"{what} for {now - since:.0f} s" for since, what in list(self._since.values())])
+        under_way = list(self._under_way.values())
+        return take_heartbeat([f"{subject} for {now - start:.0f} s" for start, subject in under_way])
 
 
 class TrainerStart(NamedTuple):
-    """Position from which a trainer begins: that of its checkpoint, or of the warm start."""
+    """Position from which a trainer starts: that of its checkpoint, or of the warm start."""
 
     update: int
-    due: bool  # an examination
-    memory: Any  # of the master, from the checkpoint; None where there is none
-    known: Known = EMPTY  # of the tasks, where they are chosen by that
+    eval_due: bool  # a validation must be made before the next update
+    master_state: Any  # of the checkpoint; None if there is none
+    success_rates: SuccessRates = NO_RATES  # of the tasks, if tasks are chosen by them
 
 
-def process_and_host() -> dict[str, Any]:
-    """The process and its host."""
+def process_and_host() -> dict[str, JSON]:
+    """Process id and host name."""
     return {"pid": os.getpid(), "host": os.uname().nodename}

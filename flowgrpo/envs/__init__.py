@@ -5,8 +5,8 @@ Modules:
     arithmetic      `arithmetic`: an expression over letters whose values are hidden
     contract_check  Check the contract of pure environments (E1)
     env             Common parts of pure environments
-    lookup          `lookup`: multi-hop questions over knowledge bases, each kind of fact behind a tool of its own
-    maze            `maze`: fetch a key and carry it to the goal through rooms of which only the present one's doors
+    lookup          `lookup`: multi-hop questions over a knowledge base, each relation behind a tool of its own
+    maze            `maze`: fetch a key and carry it to the goal, with only the doors of the current room in view
     play            Play episodes of pure environments without a policy
 """
 
@@ -18,15 +18,15 @@ from flowgrpo.envs.env import (
     SPECIAL,
     SPLITS,
     absorbing,
-    dealt,
     draw_task,
-    hashed,
-    in_words,
+    format_trajectory,
+    hash_ints,
+    in_split,
     pad_tokens,
     select,
     split_index,
-    story,
+    to_words,
 )
 from flowgrpo.envs.lookup import lookup
 from flowgrpo.envs.maze import maze
-from flowgrpo.envs.play import PLAYERS, play_many, transcript
+from flowgrpo.envs.play import PLAYERS, play_episodes, transcript

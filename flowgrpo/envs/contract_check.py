@@ -1,10 +1,9 @@
-"""Check the contract of pure environments (E1): `check_env` raises the first rule that is broken, or returns figures.
+"""Check the contract of pure environments (E1): `check_env` raises for the first broken rule, or returns success rates.
 
-    figures = check_env(my_env())        {"oracle": 1.0, "demonstrations": 0.31, "random": 0.0, "turns": 2.0}
+    metrics = check_env(my_env())        {"oracle": 1.0, "demonstrations": 0.31, "random": 0.0, "turns": 2.0}
 
-It plays episodes by the oracle, by demonstrations, by random tokens and by garbage, on tasks of every split, and raises
-`BadInput` with the rule that the first failure breaks. Splits that share tasks it can't see: what makes two tasks the
-same is known to the environment alone.
+It plays episodes by the oracle, by demonstrations, by random tokens and by garbage, on tasks of every split. It can't
+tell whether splits share tasks: what makes two tasks the same is known to the environment alone.
 """
 
 import traceback
@@ -19,23 +18,24 @@ import numpy as np
 from jax import Array
 
 from flowgrpo.contracts import Env
-from flowgrpo.envs.env import END, PAD, SPECIAL, SPLITS, in_words
-from flowgrpo.envs.play import PLAYERS, Act, Play, play_episode
+from flowgrpo.envs.env import END, PAD, SPECIAL, SPLITS, to_words
+from flowgrpo.envs.play import PLAYERS, Act, Episode, play_episode
 from flowgrpo.types import BadInput
 
-KINDS = {"reward": "float32", "done": "bool", "correct": "bool", "tool": "int32", "error": "bool"}
+DTYPES = {"reward": "float32", "done": "bool", "correct": "bool", "tool": "int32", "error": "bool"}
 FUNCTIONS = ("make_task", "reset", "step", "oracle", "demonstrate", "anchor")
-UNTRACEABLE = {  # what a function of Python values does with an array, and what to do instead
+TRACER_ERRORS = {  # what a function of Python values does with an array, and what to do instead
     jax.errors.TracerBoolConversionError: "decides on an array with a Python if: use jnp.where",
     jax.errors.TracerIntegerConversionError: "indexes a Python value with an array: make an array of that value",
     jax.errors.TracerArrayConversionError: "gives an array to NumPy: use jax.numpy",
 }
-IMITABLE = (0.05, 0.9)  # what demonstrations should solve, so that a warm start leaves something to learn
+DEMONSTRATED_SUCCESS = (0.05, 0.9)  # of demonstrations, so that a warm start leaves something to learn
 
 
 def check_env(env: Env, *, episodes: int = 64, seed: int = 0) -> dict[str, float]:
-    """Raise `BadInput` where the contract is broken; else what share of episodes each player solves, and the turns of
-    the oracle. Warn where demonstrations solve so many or so few that nothing is left, or given, to learn.
+    """Raise `BadInput` if the contract is broken; returns the success rate of each player, and the oracle's mean turns.
+
+    Warns if demonstrations solve so many or so few tasks that nothing is left, or given, to learn.
     """
     _check_words(env)
     keys = jax.random.split(jax.random.key(seed), episodes)
@@ -45,50 +45,49 @@ def check_env(env: Env, *, episodes: int = 64, seed: int = 0) -> dict[str, float
     train, held_out = tasks[SPLITS[0]], SPLITS[1:]
     _check_shapes(env, _first(train), keys[0])
 
-    def play_as(player, key: Array, task) -> Play:
-        return _play_as(player, key, task, env)
+    def play_as(player, key: Array, task) -> Episode:
+        """An episode by the player of this index, which is data so that one program serves all."""
+
+        def act(env: Env, key: Array, state) -> tuple:
+            actions = [act(env, key, state) for act in ALL_PLAYERS.values()]
+            return jax.tree.map(lambda *choices: jnp.stack(choices)[player], *actions)
+
+        return play_episode(key, task, env, act)
 
     run = jax.jit(jax.vmap(play_as, in_axes=(None, 0, 0)))
-    played = {name: _to_numpy(run(number, keys, train)) for number, name in enumerate(EVERYBODY)}
-    for name, plays in played.items():
-        _check_play(env, plays, name)
-    _must(env, _same(played["random"], _to_numpy(run(RANDOM, keys, train))), "the same keys gave other episodes")
+    episodes_by = {name: _to_numpy(run(index, keys, train)) for index, name in enumerate(ALL_PLAYERS)}
+    for name, batch in episodes_by.items():
+        _check_episodes(env, batch, name)
+    repeated = _to_numpy(run(RANDOM, keys, train))
+    _must(env, _equal(episodes_by["random"], repeated), "the same keys gave other episodes")
     alone = _to_numpy(jax.jit(play_as)(RANDOM, *_first((keys, train))))
-    _must(env, _same(_first(played["random"]), alone), "an episode alone differs from the same one in a vmap")
-    oracle = {SPLITS[0]: played["oracle"]} | {split: _to_numpy(run(ORACLE, keys, tasks[split])) for split in held_out}
-    for split, plays in oracle.items():
-        _check_oracle(env, plays, split)
-        _check_answer(env, plays)
-    solved = {name: float(plays.state.correct.mean()) for name, plays in played.items()}
-    _must(env, solved.pop("garbage") == 0, "an action of arbitrary integers solved a task: only words may count")
-    if not IMITABLE[0] <= solved["demonstrations"] <= IMITABLE[1]:
+    _must(env, _equal(_first(episodes_by["random"]), alone), "an episode alone differs from the same one in a vmap")
+    oracle = {SPLITS[0]: episodes_by["oracle"]}
+    oracle |= {split: _to_numpy(run(ORACLE, keys, tasks[split])) for split in held_out}
+    for split, batch in oracle.items():
+        _check_oracle(env, batch, split)
+        _check_answer(env, batch)
+    success = {name: float(batch.state.correct.mean()) for name, batch in episodes_by.items()}
+    _must(env, success.pop("garbage") == 0, "an action of arbitrary integers solved a task: only words may count")
+    low, high = DEMONSTRATED_SUCCESS
+    if not low <= success["demonstrations"] <= high:
         warnings.warn(
-            f"{env.name}: demonstrations solve {solved['demonstrations']:.0%}, but training needs groups with both "
-            f"outcomes: make them solve {IMITABLE[0]:.0%} to {IMITABLE[1]:.0%}",
+            f"{env.name}: demonstrations solve {success['demonstrations']:.0%}, but training needs groups with both "
+            f"outcomes: make them solve {low:.0%} to {high:.0%}",
             stacklevel=2,
         )
-    return solved | {"turns": float(played["oracle"].live.sum(axis=1).mean())}
-
-
-def _play_as(player, key: Array, task, env: Env) -> Play:
-    """An episode by the player of this number, which is data so that one program serves all."""
-
-    def act(env: Env, key: Array, state) -> tuple:
-        actions = [act(env, key, state) for act in EVERYBODY.values()]
-        return jax.tree.map(lambda *choices: jnp.stack(choices)[player], *actions)
-
-    return play_episode(key, task, env, act)
+    return success | {"turns": float(episodes_by["oracle"].live.sum(axis=1).mean())}
 
 
 def play_garbage(env: Env, key: Array, state) -> tuple:  # noqa: ARG001
-    """Any integers of any number, most of them no words."""
+    """Arbitrary integers of arbitrary number, most of which are no words."""
     size_key, token_key = jax.random.split(key)
-    tokens = jax.random.randint(token_key, (env.sizes.action,), -3, 4 * len(env.words))
+    tokens = jax.random.randint(token_key, (env.sizes.action,), -3, 4 * len(env.vocabulary))
     return tokens, jax.random.randint(size_key, (), 0, env.sizes.action + 1)
 
 
-EVERYBODY: dict[str, Act] = {**PLAYERS, "garbage": play_garbage}
-ORACLE, RANDOM = (list(EVERYBODY).index(name) for name in ("oracle", "random"))
+ALL_PLAYERS: dict[str, Act] = {**PLAYERS, "garbage": play_garbage}
+ORACLE, RANDOM = (list(ALL_PLAYERS).index(name) for name in ("oracle", "random"))
 
 
 def _must(env: Env, holds: Any, rule: str) -> None:
@@ -98,91 +97,91 @@ def _must(env: Env, holds: Any, rule: str) -> None:
 
 def _check_words(env: Env) -> None:
     for name in FUNCTIONS:
-        given = getattr(env, name)
-        _must(env, callable(given), f"{name} is {given!r:.80}, but must be a function; only anchor may be left out")
-    words = env.words
+        function = getattr(env, name)
+        _must(env, callable(function), f"{name} is {function!r:.80}, but must be a function; only anchor is optional")
+    words = env.vocabulary
     _must(env, words[: len(SPECIAL)] == SPECIAL, f"words begin with {words[:2]}, but must begin with {SPECIAL}")
     _must(env, len(set(words)) == len(words), "a word is there twice")
 
 
 def _check_shapes(env: Env, task, key: Array) -> None:
-    """Rows of int32 in the slots that `sizes` states, scalars of the dtypes of a `Step`."""
+    """Check that tokens are rows of int32 of the sizes in `sizes`, and scalars of the dtypes of a `Step`."""
     state, prompt = _traced(env, "reset", key, task)
     _must(env, hasattr(state, "done") and hasattr(state, "correct"), "a state needs the fields done and correct")
     action = _traced(env, "oracle", state)
-    after, now = _traced(env, "step", state, *action)
-    same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), state, after)
-    _must(env, jax.tree.all(same), "step gives a state of other shapes or dtypes than it is given")
+    next_state, step = _traced(env, "step", state, *action)
+    is_same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), state, next_state)
+    _must(env, jax.tree.all(is_same), "step returns a state of other shapes or dtypes than its argument")
     rows = {
         "the prompt": (prompt, env.sizes.prompt),
-        "an observation": (now.observation, env.sizes.observation),
+        "an observation": (step.observation, env.sizes.observation),
         "an action of the oracle": (action, env.sizes.action),
         "a demonstrated action": (_traced(env, "demonstrate", key, state), env.sizes.action),
     }
     for name, ((tokens, length), size) in rows.items():
-        found = f"{tokens.dtype}{list(tokens.shape)} and {length.dtype}{list(length.shape)}"
-        right = f"int32[{size}] and int32[]"
-        _must(env, found == right, f"{name} is {found}, but by sizes it must be {right}")
-    scalars = {f"Step.{name}": (getattr(now, name), kind) for name, kind in KINDS.items()}
+        actual = f"{tokens.dtype}{list(tokens.shape)} and {length.dtype}{list(length.shape)}"
+        expected = f"int32[{size}] and int32[]"
+        _must(env, actual == expected, f"{name} is {actual}, but by sizes it must be {expected}")
+    scalars = {f"Step.{name}": (getattr(step, name), dtype) for name, dtype in DTYPES.items()}
     scalars["the anchor"] = (_traced(env, "anchor", state), "int32")
-    for name, (leaf, kind) in scalars.items():
-        _must(
-            env, (str(leaf.dtype), leaf.shape) == (kind, ()), f"{name} is {leaf.dtype}{list(leaf.shape)}, not {kind}[]"
-        )
+    for name, (leaf, dtype) in scalars.items():
+        is_right = (str(leaf.dtype), leaf.shape) == (dtype, ())
+        _must(env, is_right, f"{name} is {leaf.dtype}{list(leaf.shape)}, not {dtype}[]")
 
 
-def _traced(env: Env, name: str, *given, **settings):
-    """The shapes that one of the functions gives; `BadInput` with its line where it can't be traced."""
+def _traced(env: Env, name: str, *arguments, **settings):
+    """Shapes of the result of one of the functions; raises `BadInput` with its line if it can't be traced."""
     try:
-        return jax.eval_shape(lambda *given: getattr(env, name)(*given, **settings), *given)
-    except tuple(UNTRACEABLE) as error:
-        of_jax = jax.__file__.removesuffix("__init__.py")
-        own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(of_jax)]
-        line = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}"
-        raise BadInput(f"{env.name}: {name} {UNTRACEABLE[type(error)]} ({line})") from None
+        return jax.eval_shape(lambda *arguments: getattr(env, name)(*arguments, **settings), *arguments)
+    except tuple(TRACER_ERRORS) as error:
+        jax_folder = jax.__file__.removesuffix("__init__.py")
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = [frame for frame in frames if not frame.filename.startswith(jax_folder)][-1]
+        line = f"{frame.filename}:{frame.lineno}: {frame.line}"
+        raise BadInput(f"{env.name}: {name} {TRACER_ERRORS[type(error)]} ({line})") from None
 
 
-def _check_oracle(env: Env, plays: Play, split: str) -> None:
-    solved, unended = plays.state.correct.mean(), 1 - plays.step.done[:, -1].mean()
+def _check_oracle(env: Env, episodes: Episode, split: str) -> None:
+    solved, unended = episodes.state.correct.mean(), 1 - episodes.step.done[:, -1].mean()
     more = f", or needs more than turns={env.sizes.turns}: {unended:.0%} of its episodes ended at the turn limit"
     rule = f"the oracle solves {solved:.0%} of the tasks of {split}: it must know the best action"
     _must(env, solved >= 0.99, rule + (more if unended else ""))
 
 
-def _check_answer(env: Env, plays: Play) -> None:
-    """Check that the oracle ends the tasks that it solves with the answer that is given for them."""
+def _check_answer(env: Env, episodes: Episode) -> None:
+    """Check that the oracle ends the tasks that it solves with the action of `Env.answer`."""
     if env.answer is None:
         return
-    answers = zip(*_to_numpy(jax.jit(jax.vmap(env.answer))(plays.task)), strict=True)
-    for n, (answer, last) in enumerate(zip(answers, plays.live.sum(axis=1) - 1, strict=True)):
-        ended = in_words(env, plays.tokens[n, last], plays.length[n, last])
-        given = in_words(env, *answer)
-        rule = f"answer is {given!r} where the oracle ends a task by {ended!r}: it must be that action"
-        _must(env, given == ended or not plays.state.correct[n], rule)
+    answers = zip(*_to_numpy(jax.jit(jax.vmap(env.answer))(episodes.task)), strict=True)
+    for n, (answer, last) in enumerate(zip(answers, episodes.live.sum(axis=1) - 1, strict=True)):
+        action = to_words(env, episodes.tokens[n, last], episodes.length[n, last])
+        words = to_words(env, *answer)
+        rule = f"answer is {words!r} where the oracle ends a task by {action!r}: it must be that action"
+        _must(env, words == action or not episodes.state.correct[n], rule)
 
 
-def _check_play(env: Env, plays: Play, player: str) -> None:
-    """Check the rules that bind every episode, whoever plays it, and those that bind only some players."""
-    step, live, over = plays.step, plays.live, ~plays.live
+def _check_episodes(env: Env, episodes: Episode, player: str) -> None:
+    """Check the rules for all episodes, and those for some players only."""
+    step, live, over = episodes.step, episodes.live, ~episodes.live
     ends = live & step.done
-    right = (step.correct & ends).any(axis=1)
+    correct = (step.correct & ends).any(axis=1)
     rules: dict[str, Callable[[], Any]] = {
         "an observation has other words than those of the environment, or no padding after its length": lambda: (
-            _is_row(env, *plays.prompt) and _is_row(env, *step.observation)
+            _is_row(env, *episodes.prompt) and _is_row(env, *step.observation)
         ),
-        "an episode that goes on says nothing": lambda: (
-            (plays.prompt.length > 0).all() and (step.observation.length > 0)[live & ~step.done].all()
+        "an episode that is not over has an empty observation": lambda: (
+            (episodes.prompt.length > 0).all() and (step.observation.length > 0)[live & ~step.done].all()
         ),
-        "an episode that is over still speaks: its last observation must have length 0": lambda: (
+        "an episode that is over has an observation: the last one must have length 0": lambda: (
             not step.observation.length[ends].any()
         ),
         "a reward is not finite": lambda: np.isfinite(step.reward).all(),
         "a tool's number is none of tools": lambda: ((step.tool >= -1) & (step.tool < len(env.tools))).all(),
         "correct is true before the end": lambda: not step.correct[~step.done].any(),
-        "a reward is paid before the end, but by_turn is not set": lambda: (
+        "there is a reward before the end, but by_turn is not set": lambda: (
             env.by_turn or not step.reward[live & ~ends].any()
         ),
-        "a malformed action is correct or is paid": lambda: (
+        "a malformed action is correct or has a reward": lambda: (
             not (step.error & live & (step.correct | (step.reward > 0))).any()
         ),
         "a finished state does not absorb (wrap step in envs.env.absorbing)": lambda: (
@@ -190,15 +189,15 @@ def _check_play(env: Env, plays: Play, player: str) -> None:
             and (step.tool[over] == -1).all()
             and not any(field[over].any() for field in (step.reward, step.error, *step.observation))
         ),
-        "Step.correct is true where state.correct is not": lambda: not (right & ~plays.state.correct).any(),
-        "state.correct is true where Step.correct is not": lambda: not (plays.state.correct & ~right).any(),
-        f"the oracle or a demonstration says what is none of the {len(env.words)} words, or has no padding after its "
-        "length": lambda: player in ("random", "garbage") or _is_row(env, *_spoken(plays)),
+        "Step.correct is true where state.correct is not": lambda: not (correct & ~episodes.state.correct).any(),
+        "state.correct is true where Step.correct is not": lambda: not (episodes.state.correct & ~correct).any(),
+        f"an action of the oracle or a demonstration has a token that is none of the {len(env.vocabulary)} words, or "
+        "no padding after its length": lambda: player in ("random", "garbage") or _is_row(env, *_actions(episodes)),
         "the oracle or a demonstration does not end with <end> at its length": lambda: (
-            player in ("random", "garbage") or _ends(plays)
+            player in ("random", "garbage") or _end_at_length(episodes)
         ),
         "the oracle makes errors": lambda: player != "oracle" or not step.error[live].any(),
-        "garbage is no error": lambda: player != "garbage" or step.error[live & _malformed(env, plays)].all(),
+        "garbage is no error": lambda: player != "garbage" or step.error[live & _malformed(env, episodes)].all(),
     }
     for rule, holds in rules.items():
         _must(env, holds(), f"{rule} (episodes by {player})")
@@ -206,34 +205,34 @@ def _check_play(env: Env, plays: Play, player: str) -> None:
 
 def _is_row(env: Env, tokens, length) -> bool:
     tokens, length = np.asarray(tokens), np.asarray(length)
-    used = np.arange(tokens.shape[-1]) < length[..., None]
-    known = (tokens > PAD) & (tokens < len(env.words))
+    is_used = np.arange(tokens.shape[-1]) < length[..., None]
+    is_word = (tokens > PAD) & (tokens < len(env.vocabulary))
     return bool(
-        (length >= 0).all() and (length <= tokens.shape[-1]).all() and np.where(used, known, tokens == PAD).all()
+        (length >= 0).all() and (length <= tokens.shape[-1]).all() and np.where(is_used, is_word, tokens == PAD).all()
     )
 
 
-def _spoken(plays: Play) -> tuple[np.ndarray, np.ndarray]:
-    """The actions of turns that took place."""
-    return (np.where(plays.live[..., None], plays.tokens, PAD), np.where(plays.live, plays.length, 0))
+def _actions(episodes: Episode) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and lengths of the actions of turns that took place."""
+    return np.where(episodes.live[..., None], episodes.tokens, PAD), np.where(episodes.live, episodes.length, 0)
 
 
-def _ends(plays: Play) -> bool:
-    last = np.arange(plays.tokens.shape[-1]) == plays.length[..., None] - 1
-    return bool(((plays.tokens == END) == last).all())
+def _end_at_length(episodes: Episode) -> bool:
+    is_last = np.arange(episodes.tokens.shape[-1]) == episodes.length[..., None] - 1
+    return bool(((episodes.tokens == END) == is_last).all())
 
 
-def _malformed(env: Env, plays: Play) -> np.ndarray:
-    """Actions that hold what is no word, or don't end with END."""
-    tokens, length = np.asarray(plays.tokens), np.asarray(plays.length)[..., None]
-    used = np.arange(tokens.shape[-1]) < length
-    known = (tokens > PAD) & (tokens < len(env.words))
+def _malformed(env: Env, episodes: Episode) -> np.ndarray:
+    """Actions with a token that is no word, or without END at the end."""
+    tokens, length = np.asarray(episodes.tokens), np.asarray(episodes.length)[..., None]
+    is_used = np.arange(tokens.shape[-1]) < length
+    is_word = (tokens > PAD) & (tokens < len(env.vocabulary))
     last = np.take_along_axis(tokens, np.maximum(length - 1, 0), axis=-1)[..., 0]
-    return (used & ~known).any(axis=-1) | (length[..., 0] == 0) | (last != END)
+    return (is_used & ~is_word).any(axis=-1) | (length[..., 0] == 0) | (last != END)
 
 
-def _same(one, other) -> bool:
-    return jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), one, other))
+def _equal(tree, other) -> bool:
+    return jax.tree.all(jax.tree.map(np.array_equal, tree, other))
 
 
 def _first(tree):

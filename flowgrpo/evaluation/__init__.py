@@ -1,4 +1,4 @@
-"""Figures of a policy, and estimates over several runs.
+"""Metrics of a policy, and estimates over several runs.
 
 Modules:
 

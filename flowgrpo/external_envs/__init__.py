@@ -1,10 +1,10 @@
-"""Environments of somebody else's: TRL-style classes, gymnasium, textarena, OpenEnv servers.
+"""Environments of other libraries: TRL-style classes, gymnasium, textarena, OpenEnv servers.
 
 Modules:
 
-    env      An environment of somebody else's as a host environment: what it shows is said in a conversation
-    process  The process that environments of somebody else's live in, as the effect of kind "env"
-    worker   Keep environments of somebody else's in a process of their own; needs the standard library alone
+    env      An external environment as a host environment: its observations are messages of a conversation
+    process  `EnvProcess`: the process that external environments run in, as the effect of kind "env"
+    worker   The program of that process; needs nothing but the standard library
 """
 
 from flowgrpo.external_envs.env import external_env

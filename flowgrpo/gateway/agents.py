@@ -1,16 +1,16 @@
-"""Run agents of somebody else's, a program or a function, behind a gateway.
+"""Run external agents, programs or functions, behind a gateway.
 
     with AgentHost("python my_agent.py", gateway) as host:
         env = agent_env(text, turns=8, max_tokens=256, context_tokens=2048)
-        rollout = hosted(env, host.submit_to(engine), do=host.do)
+        rollout = hosted(env, host.submit_to(engine.submit), call_tool=host.call_tool)
 
-A program is started for each trajectory. It finds the base URL in OPENAI_BASE_URL, as the SDKs of OpenAI do, the task
-in FLOWGRPO_TASK and on its standard input (a line of JSON), and its standard output is its answer. A function is called
-with the task and the base URL, and returns its answer, a number that is its reward, or None; one that is named,
-"MODULE:FUNCTION", runs in a process of its own, which serves all trajectories.
+A program is started for each trajectory. It finds the base URL in OPENAI_BASE_URL, as the SDKs of OpenAI do, and the
+task in FLOWGRPO_TASK and on its standard input (a line of JSON); its standard output is its answer. A function is
+called with the task and the base URL, and returns its answer, a number that is its reward, or None; one that is given
+by name, "MODULE:FUNCTION", runs in a process of its own, which serves all trajectories.
 
-An agent that crashes, hangs or exits with another status than 0 ends its trajectory as ABORTED, which takes no part in
-training (F5); one that does so before its first request is started again, a few times.
+An agent that crashes, hangs or exits with a status other than 0 ends its trajectory as ABORTED, which takes no part in
+training (F5); one that does so before its first request is started again, up to `retries` times.
 """
 
 import asyncio
@@ -24,42 +24,50 @@ from functools import partial
 from typing import Any
 
 from flowgrpo.contracts import Call, Completion, Request, Result
-from flowgrpo.gateway.agent_env import digest_of
-from flowgrpo.gateway.agent_start import Agent, AgentFailed, AgentProcess, make_starter, run_program
-from flowgrpo.gateway.agent_worker import failure_of
-from flowgrpo.gateway.live_session import Ended, LiveSession
+from flowgrpo.gateway.agent_env import request_digest
+from flowgrpo.gateway.agent_start import AgentFailed, AgentProcess, ExternalAgent, make_starter, run_program
+from flowgrpo.gateway.agent_worker import exception_message
+from flowgrpo.gateway.live_session import LiveSession, SessionEnd
 from flowgrpo.gateway.server import Gateway
-from flowgrpo.types import BadInput, check_range
+from flowgrpo.types import JSON, BadInput, check_range
 
 Submit = Callable[[Request], "Future[Completion]"]
 
 
 class AgentHost:
-    """Starts an agent for each trajectory, and plays it as the effect of kind "agent"; close it, or use a block."""
+    """Starts an external agent for each trajectory, and runs the effects of kind "agent"; close it, or use `with`."""
 
     def __init__(
         self,
-        agent: Agent,
+        agent: ExternalAgent,
         gateway: Gateway,
         *,
         model: str | None = None,
-        seconds: float = 600.0,
-        silence: float = 60.0,
+        timeout: float = 600.0,
+        silent_timeout: float = 60.0,
         retries: int = 2,
-        judged: bool = False,
+        has_reward: bool = False,
         environ: Mapping[str, str] | None = None,
     ):
-        """An agent has so many `seconds` in all, and `silence` between an answer and its next request, or its end.
+        """Start nothing yet; `check` says whether the agent can be started.
 
-        Where a reward judges what they answer (`judged`), agents can give themselves none.
+        Args:
+            agent: a command, "MODULE:FUNCTION", or a function of a task and a base URL.
+            gateway: the server that the agent's requests are sent to.
+            model: value of OPENAI_MODEL for the agent; None: the gateway's model name.
+            timeout: seconds that an agent may take in all.
+            silent_timeout: seconds between a response and the agent's next request, or its end.
+            retries: how often an agent that fails before its first request is started again.
+            has_reward: whether a reward function scores the outputs; then agents can't give themselves a reward.
+            environ: further environment variables of the agent.
         """
-        check_range("AgentHost", "seconds", seconds, 0, exclusive=True)
-        check_range("AgentHost", "silence", silence, 0, exclusive=True)
+        check_range("AgentHost", "timeout", timeout, 0, exclusive=True)
+        check_range("AgentHost", "silent_timeout", silent_timeout, 0, exclusive=True)
         check_range("AgentHost", "retries", retries, 0, whole=True)
-        self.gateway, self.seconds, self.silence, self.retries = gateway, seconds, silence, retries
-        self.judged = judged
+        self.gateway, self.timeout, self.silent_timeout, self.retries = gateway, timeout, silent_timeout, retries
+        self.has_reward = has_reward
         self._start = make_starter(agent, environ or {}, model or gateway.model)
-        self._sessions: dict[tuple[int, ...], LiveSession] = {}
+        self._sessions: dict[tuple[int, ...], LiveSession] = {}  # by the seed of the trajectory
         self._local = threading.local()
         self._lock = threading.Lock()
         self._running: set[asyncio.Task] = set()
@@ -68,40 +76,43 @@ class AgentHost:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise `BadInput` where there is no such agent."""
+        """Raise `BadInput` if the agent's program or function does not exist."""
         start = self._start
         if isinstance(start, AgentProcess):
-            asyncio.run_coroutine_threadsafe(start.begin(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(start.start(), self._loop).result()
         elif isinstance(start, partial) and start.func is run_program and shutil.which(start.args[0][0]) is None:
             raise BadInput(f"the agent's program {start.args[0][0]!r} is not found: give a command that can be run")
 
     def submit_to(self, submit: Submit) -> Submit:
-        """`submit` of an engine, whose completions also tell agents that ask for them their log-probabilities."""
-        return partial(self._submit, submit)
+        """Wrap an engine's `submit` so that agents which request log-probabilities get those of its completions."""
 
-    def _submit(self, submit: Submit, request: Request) -> "Future[Completion]":
-        # A trajectory submits, waits and steps in one thread.
-        self._local.future = future = submit(request)
-        return future
+        def submit_and_remember(request: Request) -> "Future[Completion]":
+            # A trajectory submits, waits and steps in one thread.
+            self._local.future = future = submit(request)
+            return future
 
-    def do(self, call: Call) -> Result:
-        """The effect: start, answer or stop the agent of a trajectory -> what it does next."""
-        given = call.arguments
-        if "task" in given and "again" not in given:
-            return self._begin(call.seed, given["task"])
-        if "again" in given:
-            return self._begin_again(call.seed, given["task"], given["again"])
+        return submit_and_remember
+
+    def call_tool(self, call: Call) -> Result:
+        """Run an effect of kind "agent": start, answer or stop the agent of a trajectory -> its next event."""
+        arguments = call.arguments
+        if "task" in arguments and "again" not in arguments:
+            return self._start_session(call.seed, arguments["task"])
+        if "again" in arguments:
+            return self._restart_session(call.seed, arguments["task"], arguments["again"])
         with self._lock:
             session = self._sessions.get(call.seed)
-        if session is None or session.over:
-            return as_result({"gone": True})
-        if "stop" in given:
+        if session is None or session.is_over:
+            return to_result({"gone": True})
+        if "stop" in arguments:
             self._drop(call.seed, session)
-            return as_result({})
-        event = session.reply(given["reply"], self._completion()) or session.next_event(self.silence)
+            return to_result({})
+        future = getattr(self._local, "future", None)  # of the completion that this thread waited for last
+        completion = future.result() if future is not None and future.done() and not future.cancelled() else None
+        event = session.reply(arguments["reply"], completion) or session.next_event(self.silent_timeout)
         if "ended" in event:
             self._drop(call.seed, session)
-        return as_result(event)
+        return to_result(event)
 
     def close(self) -> None:
         """End all agents."""
@@ -124,41 +135,42 @@ class AgentHost:
 
     # Sessions -----------------------------------------------------------------------------------------------
 
-    def _begin(self, seed: tuple[int, ...], task: Any) -> Result:
-        """Start an agent; what ends before its first request is started again, a few times."""
-        event: dict[str, Any] = {}
+    def _start_session(self, seed: tuple[int, ...], task: JSON) -> Result:
+        """Start an agent; one that fails before its first request is started again, up to `retries` times."""
+        event: dict[str, JSON] = {}
         for _ in range(self.retries + 1):
             session = self._launch(seed, task)
-            event = session.next_event(self.silence)
+            event = session.next_event(self.silent_timeout)
             if "asks" in event:
-                return as_result(event)
+                return to_result(event)
             self._drop(seed, session)
             if not event["ended"]["failed"]:
                 return Result("", failure="the agent ended without a request")
         return Result("", failure=f"the agent ended without a request: {event['ended']['failed']}")
 
-    def _begin_again(self, seed: tuple[int, ...], task: Any, exchanges: Sequence[Any]) -> Result:
-        """Start the agent of a process that was killed, and bring it to where it was."""
+    def _restart_session(self, seed: tuple[int, ...], task: JSON, exchanges: Sequence[JSON]) -> Result:
+        """Start the agent of a killed process again, and replay its exchanges up to where it was."""
         session = self._launch(seed, task)
-        event = session.next_event(self.silence)
+        event = session.next_event(self.silent_timeout)
         for number, (digest, reply) in enumerate(exchanges):
-            if "asks" not in event or digest_of(event["asks"]) != digest:
+            if "asks" not in event or request_digest(event["asks"]) != digest:
                 self._drop(seed, session)
-                why = f"the agent was started again after a kill, and its request {number} is another than before"
-                return as_result({"ended": Ended(failed=why).as_json()})
-            event = session.reply(reply, None) or session.next_event(self.silence)
+                reason = f"the agent was started again after a kill, and its request {number} is another than before"
+                return to_result({"ended": SessionEnd(failed=reason).to_json()})
+            event = session.reply(reply, None) or session.next_event(self.silent_timeout)
         if "ended" in event:
             self._drop(seed, session)
-        return as_result(event)
+        return to_result(event)
 
-    def _launch(self, seed: tuple[int, ...], task: Any) -> LiveSession:
-        session = LiveSession(task, judged=self.judged)
+    def _launch(self, seed: tuple[int, ...], task: JSON) -> LiveSession:
+        """A new session with its agent, in place of one that an abandoned rollout left under the same seed."""
+        session = LiveSession(task, has_reward=self.has_reward)
         url = self.gateway.add(session)
         with self._lock:
-            old = self._sessions.pop(seed, None)
+            abandoned = self._sessions.pop(seed, None)
             self._sessions[seed] = session
-        if old is not None:  # of a rollout that was abandoned
-            self._end(old)
+        if abandoned is not None:
+            self._end(abandoned)
         running = asyncio.run_coroutine_threadsafe(self._run(session, task, url), self._loop)
         session._stop = running.cancel
         return session
@@ -174,32 +186,27 @@ class AgentHost:
         self.gateway.remove(session)
         session._stop()
 
-    def _completion(self) -> Completion | None:
-        """The completion that this thread waited for last."""
-        future = getattr(self._local, "future", None)
-        return future.result() if future is not None and future.done() and not future.cancelled() else None
+    # In the agents' event loop ------------------------------------------------------------------------------
 
-    # In the agents' loop ------------------------------------------------------------------------------------
-
-    async def _run(self, session: LiveSession, task: Any, url: str) -> None:
-        """Run an agent to its end, whatever that is, and say how it ended."""
-        own = asyncio.current_task()
-        assert own is not None
-        self._running.add(own)
-        ended = Ended(failed="the agent was ended from outside")
+    async def _run(self, session: LiveSession, task: JSON, url: str) -> None:
+        """Run an agent to its end, and put how it ended into the session's events."""
+        current = asyncio.current_task()
+        assert current is not None
+        self._running.add(current)
+        end = SessionEnd(failed="the agent was ended from outside")
         try:
-            async with asyncio.timeout(self.seconds):
-                ended = _ended(await self._start(task, url), judged=self.judged)
+            async with asyncio.timeout(self.timeout):
+                end = _to_session_end(await self._start(task, url), has_reward=self.has_reward)
         except TimeoutError:
-            ended = Ended(failed=f"the agent did not end within {self.seconds:g} s")
+            end = SessionEnd(failed=f"the agent did not end within {self.timeout:g} s")
         except AgentFailed as error:
-            ended = Ended(failed=str(error))
-        except Exception as error:  # of somebody else's code
-            ended = Ended(failed=failure_of(error))
+            end = SessionEnd(failed=str(error))
+        except Exception as error:  # raised by the agent's own code
+            end = SessionEnd(failed=exception_message(error))
         finally:
-            self._running.discard(own)
-            session.events.put(ended)
-            self.gateway.remove(session)  # also of a trajectory that was stopped, whose thread does not come again
+            self._running.discard(current)
+            session.events.put(end)
+            self.gateway.remove(session)  # also if the trajectory was stopped, whose thread does not return here
 
     async def _end_all(self) -> None:
         running = list(self._running)
@@ -210,20 +217,21 @@ class AgentHost:
             await self._start.close()
 
 
-def as_result(event: Mapping[str, Any]) -> Result:
-    """Make the result of an effect of what an agent does next."""
+def to_result(event: Mapping[str, JSON]) -> Result:
+    """The result of an effect whose event this is."""
     return Result(json.dumps(event))
 
 
-def _ended(given: Any, *, judged: bool) -> Ended:
-    """How a function's value ends its trajectory."""
-    if given is None or isinstance(given, str):
-        return Ended(output=given)
-    if judged and isinstance(given, bool | int | float):
-        why = f"the agent returned {given!r:.40}, but a reward judges its answer: return that as a string"
-        return Ended(failed=f"{why}, or let agents give their reward (posted)")
-    if isinstance(given, bool | int | float):
-        if not math.isfinite(given):
-            return Ended(failed=f"the agent returned {given}: a reward must be finite")
-        return Ended(reward=float(given))
-    return Ended(failed=f"the agent returned {type(given).__name__}: return its answer as a string, a reward, or None")
+def _to_session_end(value: Any, *, has_reward: bool) -> SessionEnd:
+    """The end of a session whose agent returned `value`."""
+    if value is None or isinstance(value, str):
+        return SessionEnd(output=value)
+    if has_reward and isinstance(value, bool | int | float):
+        reason = f"the agent returned {value!r:.40}, but a reward judges its answer: return that as a string"
+        return SessionEnd(failed=f"{reason}, or let agents give their reward (posted)")
+    if isinstance(value, bool | int | float):
+        if not math.isfinite(value):
+            return SessionEnd(failed=f"the agent returned {value}: a reward must be finite")
+        return SessionEnd(reward=float(value))
+    kind = type(value).__name__
+    return SessionEnd(failed=f"the agent returned {kind}: return its answer as a string, a reward, or None")

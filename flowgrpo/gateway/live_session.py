@@ -1,6 +1,7 @@
-"""One agent at work, between the server's loop, which has its requests, and the thread that plays its trajectory.
+"""A session of one external agent: it connects the server's event loop with the thread that rolls out its trajectory.
 
-`LiveSession` passes requests on as events, and replies back; `Ended` says how an agent ended.
+`LiveSession` hands requests to that thread as events and replies back to the server; `SessionEnd` is how the agent
+ended.
 """
 
 import asyncio
@@ -15,231 +16,227 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flowgrpo.contracts import Completion
-from flowgrpo.gateway.agent_env import answer_from_json
+from flowgrpo.gateway.agent_env import response_from_json
 from flowgrpo.gateway.histories import Histories
-from flowgrpo.gateway.server import Ending
-from flowgrpo.gateway.wire import Answer, Asked, Refusal
+from flowgrpo.gateway.server import Tombstone
+from flowgrpo.gateway.wire import ChatRequest, ChatResponse, HTTPError
+from flowgrpo.types import JSON
 
-REMEMBERED = 16  # answers that are kept for clients that send a request again
+MAX_REMEMBERED = 16  # responses that are remembered for clients that retry
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How an agent ended."""
+class SessionEnd:
+    """How an external agent ended: its output, a reward that it gives itself, or a failure."""
 
     output: str | None = None
     reward: float | None = None
     correct: bool | None = None
-    failed: str = ""  # why there is no answer
+    failed: str = ""  # why there is no output
 
-    def as_json(self) -> dict[str, Any]:
-        """As the environment reads it."""
+    def to_json(self) -> dict[str, JSON]:
+        """The `ended` event of the environment."""
         return {"output": self.output, "reward": self.reward, "correct": self.correct, "failed": self.failed}
 
 
 @dataclass(eq=False)
-class Pending:
-    """A request that waits for its answer."""
+class PendingRequest:
+    """A request that waits for its response."""
 
-    asked: Asked | None  # None: it is answered
-    future: "Future[Answer]" = field(default_factory=Future)
+    request: ChatRequest | None  # None: it has been answered
+    future: "Future[ChatResponse]" = field(default_factory=Future)
 
 
 class LiveSession:
-    """An agent at work, between the server's loop, which has its requests, and the thread that plays its trajectory."""
+    """A session of one external agent.
 
-    def __init__(self, task: Any, *, judged: bool = False):
-        """Where it is `judged`, its reward comes of its output, and none can be posted."""
-        self.name, self.task, self.judged = secrets.token_urlsafe(16), task, judged
-        self.events: queue.SimpleQueue[Pending | Ended] = queue.SimpleQueue()
-        self.current: Pending | None = None  # what the trajectory's thread is to answer
+    Coroutines run in the server's event loop and put requests into `events`; the trajectory's thread takes them out by
+    `next_event` and answers them by `reply`.
+    """
+
+    def __init__(self, task: JSON, *, has_reward: bool = False):
+        """If the run `has_reward`, a function of the output, then clients can't post a reward."""
+        self.name, self.task, self.has_reward = secrets.token_urlsafe(16), task, has_reward
+        self.events: queue.SimpleQueue[PendingRequest | SessionEnd] = queue.SimpleQueue()
+        self.current: PendingRequest | None = None  # the request that the trajectory's thread is working on
         self.histories = Histories()
-        self.rewarded: Mapping[str, Any] | None = None
-        self.over, self.why = False, ""  # it is over, and why
-        self.answered = 0
-        self._ended, self._posted = False, b""
+        self.posted_reward: Mapping[str, JSON] | None = None
+        self.is_over, self.reason = False, ""
+        self.num_answered = 0
+        self._has_ended, self._reward_digest = False, b""
         self._lock = threading.Lock()
-        self._by_identity: dict[bytes, Pending] = {}  # what waits, and the newest of what is answered
+        self._by_digest: dict[bytes, PendingRequest] = {}  # pending requests, and the newest answered ones
         self._stop: Callable[[], Any] = lambda: None  # ends the agent
 
-    # In the server's loop ---------------------------------------------------------------------------------
+    # In the server's event loop ---------------------------------------------------------------------------
 
-    async def ask(self, asked: Asked, *, again: bool) -> list[Answer]:
-        """Pass a request on, and wait for its answer; one that a client repeats is answered once."""
-        if asked.n > 1:
-            raise Refusal("n must be 1 within a session, where each answer is a turn", field="n")
-        if asked.max_tokens == 0:
+    async def complete(self, request: ChatRequest, *, is_retry: bool) -> list[ChatResponse]:
+        """Hand a request to the trajectory's thread and wait for the response; a retry gets the same response."""
+        if request.n > 1:
+            raise HTTPError("n must be 1 within a session, where each answer is a turn", field="n")
+        if request.max_tokens == 0:
             message = "max_tokens must be at least 1 within a session, where each answer is a turn"
-            raise Refusal(message, field="max_tokens")
-        identity = asked.identity
+            raise HTTPError(message, field="max_tokens")
+        digest = request.digest
         with self._lock:
-            if self.over or self._ended:
-                raise self.ending().refusal()
-            pending = self._by_identity.get(identity) if again else None
+            if self.is_over or self._has_ended:
+                raise self.tombstone().error()
+            pending = self._by_digest.get(digest) if is_retry else None
             if pending is None:
-                self._by_identity.pop(identity, None)  # so that the newest are last
-                pending = self._by_identity[identity] = Pending(asked)
-                self._forget_answers()
+                self._by_digest.pop(digest, None)  # so that the newest are last
+                pending = self._by_digest[digest] = PendingRequest(request)
+                answered = [key for key, other in self._by_digest.items() if other.future.done()]
+                for key in answered[: max(len(answered) - MAX_REMEMBERED, 0)]:
+                    del self._by_digest[key]
                 self.events.put(pending)
         try:
-            # The turn is counted, whether this client is still there or comes again.
-            return [await outcome_of(pending.future)]
+            # The turn counts even if this client disconnects: it may retry.
+            return [await shielded(pending.future)]
         except CancelledError:
-            raise self.ending().refusal() from None
+            raise self.tombstone().error() from None
 
-    async def reward(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Take the reward that the agent gives itself, once."""
-        if self.judged:
+    async def post_reward(self, body: Mapping[str, JSON]) -> Mapping[str, JSON]:
+        """Store the reward that the agent gives itself, once."""
+        if self.has_reward:
             message = "this run judges answers itself, so that no reward is posted: end with an answer"
-            raise Refusal(message, code="reward_not_used", field="reward")
-        reward, correct = read_reward(given)
+            raise HTTPError(message, code="reward_not_used", field="reward")
+        reward, correct = parse_reward(body)
         with self._lock:
-            if self.over:
-                raise self.ending().refusal()
-            if self.rewarded is not None:
-                raise Refusal("the session has its reward: it is given once", status=409, code="reward_given")
-            self.rewarded = {"reward": reward, "correct": correct}
+            if self.is_over:
+                raise self.tombstone().error()
+            if self.posted_reward is not None:
+                raise HTTPError("the session has its reward: it is given once", status=409, code="reward_given")
+            self.posted_reward = {"reward": reward, "correct": correct}
         return {"session": self.name, "reward": reward}
 
     async def end(self) -> None:
         """End the agent from outside."""
         self._stop()
 
-    def end_with(self, ended: Ended, posted: bytes = b"") -> None:
-        """End the session from the server's side, once; `posted` is a digest of the request that does so."""
+    def end_with(self, end: SessionEnd, reward_digest: bytes = b"") -> None:
+        """End the session from the server's side, once; `reward_digest` is that of the request that ends it."""
         with self._lock:
-            if self.over or self._ended:
-                raise self.ending().refusal()
-            self._ended, self._posted = True, posted
-        self.events.put(ended)
+            if self.is_over or self._has_ended:
+                raise self.tombstone().error()
+            self._has_ended, self._reward_digest = True, reward_digest
+        self.events.put(end)
 
-    def describe(self) -> Mapping[str, Any]:
-        """How far it is."""
-        return {"session": self.name, "answered": self.answered, "over": self.over}
+    def describe(self) -> Mapping[str, JSON]:
+        """Progress of the session."""
+        return {"session": self.name, "answered": self.num_answered, "over": self.is_over}
 
-    def ending(self) -> Ending:
-        """How it ended."""
-        return Ending(self.why)
+    def tombstone(self) -> Tombstone:
+        """What remains of the session once it is over."""
+        return Tombstone(self.reason)
 
-    def when_over(self, act: Callable[[], None]) -> None:
-        """Whoever runs the agent takes the session from the gateway."""
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Nothing: the owner of the agent removes the session from the gateway."""
 
-    def _forget_answers(self) -> None:
-        """Drop what was answered long ago; whatever waits stays."""
-        answered = [name for name, pending in self._by_identity.items() if pending.future.done()]
-        for name in answered[: max(len(answered) - REMEMBERED, 0)]:
-            del self._by_identity[name]
+    # In the trajectory's thread ---------------------------------------------------------------------------
 
-    # In the trajectory's thread -----------------------------------------------------------------------------
-
-    def next_event(self, seconds: float) -> dict[str, Any]:
-        """Wait for what the agent does next, as the environment hears it."""
+    def next_event(self, timeout: float) -> dict[str, JSON]:
+        """Wait for the agent's next request or its end, as the environment's event; a timeout in seconds ends it."""
         try:
-            event = self.events.get(timeout=seconds)
-            while isinstance(event, Pending) and (asked := event.asked) is None:  # refused, as the session was closed
-                event = self.events.get(timeout=seconds)
+            event = self.events.get(timeout=timeout)
+            while isinstance(event, PendingRequest) and (request := event.request) is None:  # refused by `close`
+                event = self.events.get(timeout=timeout)
         except queue.Empty:
-            why = f"the agent asked for nothing and did not end in {seconds:g} s"
-            self.close(why)
+            reason = f"the agent asked for nothing and did not end in {timeout:g} s"
+            self.close(reason)
             self._stop()
-            return {"ended": Ended(failed=why).as_json()}
-        if isinstance(event, Ended):
+            return {"ended": SessionEnd(failed=reason).to_json()}
+        if isinstance(event, SessionEnd):
             self.close(event.failed)
-            return {"ended": self._with_reward(event).as_json()}
+            if self.posted_reward is not None and not event.failed:
+                event = replace(event, **self.posted_reward)
+            return {"ended": event.to_json()}
         self.current = event
-        return {"asks": self._asks(asked, whole=False)}
+        return {"asks": self._request_event(request, whole=False)}
 
-    def reply(self, reply: Mapping[str, Any], completion: Completion | None) -> dict[str, Any] | None:
-        """Answer the request, or refuse it. Returns the same request where all of it is wanted; else None."""
+    def reply(self, reply: Mapping[str, JSON], completion: Completion | None) -> dict[str, JSON] | None:
+        """Answer or refuse the current request; if the reply wants all of its messages, return it again whole."""
         pending = self.current
         assert pending is not None
-        asked = pending.asked
-        if asked is None:  # refused since, as the session was closed
+        request = pending.request
+        if request is None:  # refused by `close` meanwhile
             return None
         if reply.get("whole"):
-            return {"asks": self._asks(asked, whole=True)}
+            return {"asks": self._request_event(request, whole=True)}
         self.current = None
         if "refuse" in reply:
-            refused = reply["refuse"]
-            _settle(pending, Refusal(refused["message"], code=refused["code"], field="messages"))
+            refusal = reply["refuse"]
+            _resolve(pending, HTTPError(refusal["message"], code=refusal["code"], field="messages"))
             return None
-        answer = answer_from_json(reply["answer"])
-        if asked.messages:
-            self.histories.answered(asked.messages, asked.tools, answer.message)
+        response = response_from_json(reply["answer"])
+        if request.messages:
+            self.histories.add_response(request.messages, request.tools, response.message)
         else:
-            self.histories.answered_prompt()
-        self.answered += 1
-        _settle(pending, with_scores(answer, completion))
+            self.histories.add_prompt_response()
+        self.num_answered += 1
+        _resolve(pending, with_logprobs(response, completion))
         return None
 
-    def close(self, why: str = "") -> None:
-        """Refuse whatever comes, or still waits, and forget the rest."""
+    def close(self, reason: str = "") -> None:
+        """Refuse pending and later requests, and forget the messages."""
         with self._lock:
-            self.over, self.why = True, self.why or why
-            waiting = list(self._by_identity.values())
-            self._by_identity.clear()
-        refusal = self.ending().refusal()
-        for pending in waiting:
-            _settle(pending, refusal)
+            self.is_over, self.reason = True, self.reason or reason
+            requests = list(self._by_digest.values())
+            self._by_digest.clear()
+        error = self.tombstone().error()
+        for pending in requests:
+            _resolve(pending, error)
 
-    def _with_reward(self, ended: Ended) -> Ended:
-        return ended if self.rewarded is None or ended.failed else replace(ended, **self.rewarded)
-
-    def _asks(self, asked: Asked, *, whole: bool) -> dict[str, Any]:
-        """A request as the environment hears it: what is new in it, and where it goes on from."""
-        how: dict[str, Any] = {"max_tokens": asked.max_tokens, "stop": list(asked.stop)}
-        if asked.prompt is not None:
-            return how | {"prompt": asked.prompt if isinstance(asked.prompt, str) else list(asked.prompt)}
-        place = self.histories.place(asked.messages, asked.tools)
+    def _request_event(self, request: ChatRequest, *, whole: bool) -> dict[str, JSON]:
+        """A request as the environment's event: its new messages, and the response that they continue."""
+        event: dict[str, JSON] = {"max_tokens": request.max_tokens, "stop": list(request.stop)}
+        if request.prompt is not None:
+            return event | {"prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt)}
         if whole:
-            return how | {
-                "kind": "rewrite",
-                "after": None,
-                "messages": list(map(dict, asked.messages)),
-                "tools": list(asked.tools),
-            }
-        found = how | {"kind": place.kind, "after": place.after, "messages": list(map(dict, place.new))}
-        # Tools are in what a context begins with, and answers are read by them.
-        return found | {"tools": list(asked.tools)}
+            event |= {"kind": "rewrite", "after": None, "messages": list(map(dict, request.messages))}
+        else:
+            match = self.histories.match(request.messages, request.tools)
+            event |= {"kind": match.kind, "after": match.after, "messages": list(map(dict, match.new_messages))}
+        # Always with the tools: they are rendered at the start of a context, and needed to parse the response.
+        return event | {"tools": list(request.tools)}
 
 
-def read_reward(given: Mapping[str, Any]) -> tuple[float, bool | None]:
-    """The reward of a body, and whether it says that the task is solved; raises `Refusal`."""
-    reward, correct = given.get("reward"), given.get("correct")
+def parse_reward(body: Mapping[str, JSON]) -> tuple[float, bool | None]:
+    """The reward in a body, and whether it says that the task is solved; raises `HTTPError`."""
+    reward, correct = body.get("reward"), body.get("correct")
     try:
         number = math.nan if isinstance(reward, bool) or not isinstance(reward, int | float) else float(reward)
-    except OverflowError:  # of an integer of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         number = math.inf
     if not math.isfinite(number):
-        raise Refusal("reward must be a finite number", field="reward")
+        raise HTTPError("reward must be a finite number", field="reward")
     if correct is not None and not isinstance(correct, bool):
-        raise Refusal("correct must be true or false", field="correct")
+        raise HTTPError("correct must be true or false", field="correct")
     return number, correct
 
 
-def with_scores(answer: Answer, completion: Completion | None) -> Answer:
-    """The answer with the log-probabilities and versions of its tokens, where this completion is where they come
-    from."""
-    if completion is None or tuple(completion.tokens) != answer.tokens:
-        return answer
-    scores = tuple(map(float, completion.logp_sampled))
-    return replace(answer, logprobs=scores, version=tuple(map(int, completion.version)), reused=completion.reused)
+def with_logprobs(response: ChatResponse, completion: Completion | None) -> ChatResponse:
+    """Add log-probabilities and versions of the tokens from a completion, if it is the one with these tokens."""
+    if completion is None or tuple(completion.tokens) != response.tokens:
+        return response
+    logprobs = tuple(map(float, completion.logp_sampled))
+    versions = tuple(map(int, completion.version))
+    return replace(response, logprobs=logprobs, versions=versions, cached_tokens=completion.reused)
 
 
-def outcome_of(future: "Future[Any]") -> "asyncio.Future[Any]":
-    """Wrap a future that goes on when nobody waits for it any more, be it to an error that nobody hears."""
+def shielded(future: "Future[Any]") -> "asyncio.Future[Any]":
+    """Wrap a future so that cancelling the waiter does not cancel it, and an exception nobody awaits is not logged."""
     wrapped = asyncio.wrap_future(future)
     wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
     return asyncio.shield(wrapped)
 
 
-def _settle(pending: Pending, outcome: Answer | Refusal) -> None:
-    """Answer a request that is not answered yet."""
-    pending.asked = None  # its messages are long, and answers are kept for a while
+def _resolve(pending: PendingRequest, result: ChatResponse | HTTPError) -> None:
+    """Set the result of a pending request, unless it has one."""
+    pending.request = None  # frees its messages, which are long, while the response is still remembered
     if pending.future.done():
         return
-    with suppress(Exception):  # answered by another thread in this moment
-        if isinstance(outcome, Refusal):
-            pending.future.set_exception(outcome)
+    with suppress(Exception):  # resolved by another thread at this moment
+        if isinstance(result, HTTPError):
+            pending.future.set_exception(result)
         else:
-            pending.future.set_result(outcome)
+            pending.future.set_result(result)

@@ -1,10 +1,10 @@
-"""The HTTP server of a gateway: what clients of the OpenAI API send goes to a session, or to an engine.
+"""HTTP server with the OpenAI API, whose requests are answered by a session or by an engine.
 
-    with Gateway(model="planner", spell=text.decode) as gateway:
-        gateway.add(session)                 -> the base URL of an agent: http://127.0.0.1:PORT/s/NAME/v1
+    with Gateway(model="planner", decode=text.decode) as gateway:
+        gateway.add(session)                 -> base URL for one client: http://127.0.0.1:PORT/s/NAME/v1
 
-A session is all that one agent asks for on one task; anything with the methods of `AgentSession` is one. The server
-listens on the machine's own address, unless a token is set that clients have to send; `doors` says what comes in.
+A session is all requests of one client on one task; anything with the methods of `GatewaySession` is one. The server
+listens on the loopback address, unless clients must send a token; `auth` decides which requests are let in.
 """
 
 import asyncio
@@ -21,101 +21,106 @@ from typing import Any, NamedTuple, Protocol
 
 from flowgrpo.files import pip_install
 from flowgrpo.gateway import responses, wire
-from flowgrpo.gateway.doors import Doors, Guard, make_protocol
-from flowgrpo.gateway.histories import MAX_DEPTH, is_deeper
-from flowgrpo.gateway.wire import Answer, Asked, Refusal, Spell
-from flowgrpo.types import BadInput
+from flowgrpo.gateway.auth import LOCAL, AccessMiddleware, AccessPolicy, make_protocol
+from flowgrpo.gateway.histories import MAX_DEPTH, is_nested_deeper
+from flowgrpo.gateway.wire import ChatRequest, ChatResponse, Decode, HTTPError
+from flowgrpo.types import JSON, BadInput
 
 MAX_BYTES = 8 << 20  # of a request
-READ_SECONDS = 30.0  # in which a request has to be there
+READ_SECONDS = 30.0  # in which the whole request must have arrived
 STOP_SECONDS = 5.0
-REMEMBERED = 4096  # sessions that have ended, whose clients may still ask
+MAX_TOMBSTONES = 4096  # sessions that have ended and whose clients may still send requests
 
 
-class AgentSession(Protocol):
-    """The requests of one agent on one task, answered; its methods are called in the server's loop."""
+class GatewaySession(Protocol):
+    """Interface of a session: all requests of one client on one task. The methods are called in the server's loop."""
 
     name: str
 
-    async def ask(self, asked: Asked, *, again: bool) -> Sequence[Answer]:
-        """Answers to a request; `again` says that the client has sent it before. Raises `Refusal`."""
+    async def complete(self, request: ChatRequest, *, is_retry: bool) -> Sequence[ChatResponse]:
+        """Responses to a request; with `is_retry` the client has sent it before. Raises `HTTPError`."""
         ...
 
-    async def reward(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Take the reward that an agent gives itself. Raises `Refusal`."""
+    async def post_reward(self, body: Mapping[str, JSON]) -> Mapping[str, JSON]:
+        """Store the reward that a client posts. Raises `HTTPError`."""
         ...
 
-    def describe(self) -> Mapping[str, Any]:
-        """How far it is, as JSON."""
+    def describe(self) -> Mapping[str, JSON]:
+        """Progress of the session, as JSON."""
         ...
 
     async def end(self) -> None:
-        """End it from outside."""
+        """End the session from outside."""
         ...
 
-    def ending(self) -> "Ending":
-        """How it ended."""
+    def tombstone(self) -> "Tombstone":
+        """What remains of the session once it is over."""
         ...
 
-    def when_over(self, act: Callable[[], None]) -> None:
-        """Call this once the session is over, or now."""
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the session is over, or now if it is."""
         ...
 
 
-class Ending(NamedTuple):
-    """What is remembered of a session that is over."""
+class Tombstone(NamedTuple):
+    """What the server remembers of a session that is over."""
 
-    why: str
-    reward: bytes = b""  # a digest of the request that ended it
-    record: Mapping[str, Any] | None = None  # the answer to that, which a client may ask for again
+    reason: str
+    reward_digest: bytes = b""  # `body_digest` of the reward that ended it
+    reward_response: Mapping[str, JSON] | None = None  # the response to that, which a client may request again
 
-    def refusal(self) -> Refusal:
-        """The answer to every other request."""
-        return Refusal(
-            f"the session is over{f': {self.why:.500}' if self.why else ''}", status=410, code="session_over"
+    def error(self) -> HTTPError:
+        """The response to every other request."""
+        return HTTPError(
+            f"the session is over{f': {self.reason:.500}' if self.reason else ''}", status=410, code="session_over"
         )
 
 
-def digest_of(body: Mapping[str, Any]) -> bytes:
-    """A digest of a request's body."""
+def body_digest(body: Mapping[str, JSON]) -> bytes:
+    """Hash of a request's body."""
     return blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).digest()
 
 
-Ask = Callable[[Asked], Awaitable[Sequence[Answer]]]
-Begin = Callable[[Mapping[str, Any]], AgentSession]
-Swap = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
+Complete = Callable[[ChatRequest], Awaitable[Sequence[ChatResponse]]]
+OpenSession = Callable[[Mapping[str, JSON]], GatewaySession]
+UpdateWeights = Callable[[Mapping[str, JSON]], Awaitable[Mapping[str, JSON]]]
 
 
 class Gateway:
-    """A server in a thread of its own; close it, or use it in a `with` block."""
+    """An HTTP server in a thread of its own; close it, or use it in a `with` block."""
 
     def __init__(
         self,
         *,
         model: str,
-        spell: Spell,
-        ask: Ask | None = None,
-        begin: Begin | None = None,
-        swap: Swap | None = None,
-        host: str = "127.0.0.1",
+        decode: Decode,
+        complete: Complete | None = None,
+        open_session: OpenSession | None = None,
+        update_weights: UpdateWeights | None = None,
+        access: AccessPolicy = LOCAL,
         port: int = 0,
-        token: str | None = None,
-        admin_token: str | None = None,
-        origins: Sequence[str] = (),
-        hosts: Sequence[str] = (),
         max_bytes: int = MAX_BYTES,
     ):
-        """`ask` answers requests of no session, `begin` begins a session for whoever posts one, and `swap` takes other
-        weights; None: that can't be had. `Doors` says what tokens, origins and hosts are."""
-        uvicorn = _uvicorn()
-        self.doors = Doors(host, token, admin_token, tuple(origins), tuple(hosts))
-        self.model, self.spell, self.max_bytes = model, spell, max_bytes
-        self._ask, self._begin, self._swap = ask, begin, swap
-        self._sessions: dict[str, AgentSession] = {}
-        self._ended: OrderedDict[str, Ending] = OrderedDict()  # the newest, by name
-        self._ending = threading.Lock()
-        self._socket = _listen(host, port)
-        self.host, self.port = host, self._socket.getsockname()[1]
+        """Listen at once; `BadInput` if the port is taken or the extra [gateway] is not installed.
+
+        Args:
+            model: name of the model, as clients request it.
+            decode: token ids -> text, for log-probabilities and echoed prompts.
+            complete: answers requests that belong to no session; None: they are refused.
+            open_session: makes a session from the body of POST /sessions; None: clients can't open sessions.
+            update_weights: handles POST /weights; None: it is refused.
+            access: the address to listen on, and which requests are let in.
+            port: 0 chooses a free one.
+            max_bytes: size limit of a request's body.
+        """
+        uvicorn = _import_uvicorn()
+        self.access, self.model, self.decode, self.max_bytes = access, model, decode, max_bytes
+        self._complete, self._open_session, self._update_weights = complete, open_session, update_weights
+        self._sessions: dict[str, GatewaySession] = {}
+        self._ended: OrderedDict[str, Tombstone] = OrderedDict()  # by name, the newest last
+        self._ended_lock = threading.Lock()
+        self._socket = _listen(access.host, port)
+        self.host, self.port = access.host, self._socket.getsockname()[1]
         config = uvicorn.Config(
             self.app(),
             http=make_protocol(),
@@ -134,28 +139,28 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """The base URL of clients that have no session."""
+        """The base URL of clients without a session."""
         return f"{self._root}/v1"
 
     @property
     def _root(self) -> str:
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
-    def add(self, session: AgentSession) -> str:
-        """Answer requests to a session from now on; returns its base URL."""
+    def add(self, session: GatewaySession) -> str:
+        """Route requests to a session from now on; returns its base URL."""
         self._sessions[session.name] = session
         return f"{self._root}/s/{session.name}/v1"
 
-    def remove(self, session: AgentSession) -> None:
-        """Answer no more requests to a session; what is left of it is how it ended."""
-        with self._ending:
+    def remove(self, session: GatewaySession) -> None:
+        """Route no more requests to a session; only its tombstone remains."""
+        with self._ended_lock:
             if self._sessions.pop(session.name, None) is not None:
-                self._ended[session.name] = session.ending()
-            while len(self._ended) > REMEMBERED:
+                self._ended[session.name] = session.tombstone()
+            while len(self._ended) > MAX_TOMBSTONES:
                 self._ended.popitem(last=False)
 
     def close(self) -> None:
-        """Stop listening, and end what is under way."""
+        """Stop listening, and end the requests under way."""
         self._server.should_exit = True
         self._thread.join(STOP_SECONDS)
         self._server.force_exit = True
@@ -180,145 +185,153 @@ class Gateway:
         from starlette.middleware import Middleware
         from starlette.routing import Route
 
-        calls = {
-            "chat/completions": (wire.chat_request, wire.chat_body, wire.chat_chunks),
-            "completions": (wire.text_request, wire.text_body, wire.text_chunks),
-            "responses": (responses.request_of, responses.body_of, responses.events_of),
+        formats = {
+            "chat/completions": (wire.parse_chat_request, wire.chat_body, wire.chat_chunks),
+            "completions": (wire.parse_text_request, wire.text_body, wire.text_chunks),
+            "responses": (responses.parse_responses_request, responses.responses_body, responses.responses_events),
         }
         routes = [
-            Route("/health", self._health),
-            Route("/sessions", self._open, methods=["POST"]),
-            Route("/weights", self._weights, methods=["POST"]),
+            Route("/health", self._get_health),
+            Route("/sessions", self._post_session, methods=["POST"]),
+            Route("/weights", self._post_weights, methods=["POST"]),
         ]
         for prefix in ("", "/s/{session}"):
             routes += [
-                Route(f"{prefix}/v1/{path}", self._completions(*functions), methods=["POST"])
-                for path, functions in calls.items()
+                Route(f"{prefix}/v1/{path}", self._completion_endpoint(*functions), methods=["POST"])
+                for path, functions in formats.items()
             ]
-            routes.append(Route(f"{prefix}/v1/models", self._models))
-            routes.append(Route(f"{prefix}/v1/models/{{model:path}}", self._models))
-            routes.append(Route(f"{prefix}/reward", self._reward, methods=["POST"]))
-        routes += [Route("/s/{session}", self._describe), Route("/s/{session}", self._end, methods=["DELETE"])]
+            routes.append(Route(f"{prefix}/v1/models", self._get_models))
+            routes.append(Route(f"{prefix}/v1/models/{{model:path}}", self._get_models))
+            routes.append(Route(f"{prefix}/reward", self._post_reward, methods=["POST"]))
+        routes += [
+            Route("/s/{session}", self._get_session),
+            Route("/s/{session}", self._delete_session, methods=["DELETE"]),
+        ]
         return Starlette(
             routes=routes,
-            middleware=[Middleware(Guard, doors=self.doors)],
-            exception_handlers={Refusal: _refused, HTTPException: _no_route},
+            middleware=[Middleware(AccessMiddleware, policy=self.access)],
+            exception_handlers={HTTPError: _error_response, HTTPException: _no_route},
         )
 
-    def _completions(self, read: Callable, whole: Callable, chunks: Callable) -> Callable:
-        """The endpoint of one kind of request."""
+    def _completion_endpoint(self, parse: Callable, to_body: Callable, to_chunks: Callable) -> Callable:
+        """The endpoint of one request format: parse, complete, and write the response whole or as a stream."""
 
-        async def endpoint(request: Any) -> Any:
+        async def endpoint(http_request: Any) -> Any:
             from starlette.responses import JSONResponse, StreamingResponse
 
-            body = await self._json(request)
-            asked: Asked = read(body)
-            if asked.model not in (None, self.model):
+            request: ChatRequest = parse(await self._json(http_request))
+            if request.model not in (None, self.model):
                 known = f"this gateway serves {self.model!r}"
-                raise Refusal(f"model {asked.model!r} is unknown: {known}", status=404, code="model_not_found")
-            answers = await _unless_gone(request, self._answers(request, asked))
-            head = {"identity": f"gen-{secrets.token_hex(8)}", "created": int(time.time()), "model": self.model}
-            if asked.stream:
+                raise HTTPError(f"model {request.model!r} is unknown: {known}", status=404, code="model_not_found")
+            session = self._find_session(http_request)
+            if session is not None:
+                is_retry = http_request.headers.get("x-stainless-retry-count", "0") != "0"
+                pending = session.complete(request, is_retry=is_retry)
+            elif self._complete is not None:
+                pending = self._complete(request)
+            else:
+                message = "this gateway answers sessions alone: use the base URL of one"
+                raise HTTPError(message, status=404, code="no_session")
+            completions = await _cancel_on_disconnect(http_request, pending)
+            head = {"response_id": f"gen-{secrets.token_hex(8)}", "created": int(time.time()), "model": self.model}
+            if request.stream:
+                chunks = to_chunks(request, completions, self.decode, **head)
                 return StreamingResponse(
-                    _events(chunks(asked, answers, self.spell, **head), done=chunks is not responses.events_of),
+                    _server_sent_events(chunks, done=to_chunks is not responses.responses_events),
                     media_type="text/event-stream",
                 )
-            return JSONResponse(whole(asked, answers, self.spell, **head))
+            return JSONResponse(to_body(request, completions, self.decode, **head))
 
         return endpoint
 
-    def _answers(self, request: Any, asked: Asked) -> Awaitable[Sequence[Answer]]:
-        session = self._session(request)
-        if session is not None:
-            return session.ask(asked, again=request.headers.get("x-stainless-retry-count", "0") != "0")
-        if self._ask is None:
-            raise Refusal("this gateway answers sessions alone: use the base URL of one", status=404, code="no_session")
-        return self._ask(asked)
-
-    def _session(self, request: Any) -> AgentSession | None:
-        """The session that a path or a header names."""
-        name = request.path_params.get("session") or request.headers.get("x-session-id")
+    def _find_session(self, http_request: Any) -> GatewaySession | None:
+        """The session that the path or the header X-Session-Id names; None if neither names one."""
+        name = http_request.path_params.get("session") or http_request.headers.get("x-session-id")
         if name is None:
             return None
         session = self._sessions.get(name)
-        if session is None and (ending := self._ended.get(name)) is not None:
-            raise ending.refusal()
+        if session is None and (tombstone := self._ended.get(name)) is not None:
+            raise tombstone.error()
         if session is None:
-            raise Refusal(f"there is no session {name!r:.80}, or it is over", status=404, code="session_not_found")
+            raise HTTPError(f"there is no session {name!r:.80}, or it is over", status=404, code="session_not_found")
         return session
 
-    def _named(self, request: Any) -> AgentSession:
-        session = self._session(request)
+    def _require_session(self, http_request: Any) -> GatewaySession:
+        session = self._find_session(http_request)
         if session is None:
-            raise Refusal("name a session, by the path /s/NAME or the header X-Session-Id", code="no_session")
+            raise HTTPError("name a session, by the path /s/NAME or the header X-Session-Id", code="no_session")
         return session
 
-    async def _json(self, request: Any) -> Mapping[str, Any]:
-        """The body of a request, which must be an object, of at most `max_bytes`, and come in time."""
+    async def _json(self, http_request: Any) -> Mapping[str, JSON]:
+        """The body of a request: a JSON object of at most `max_bytes` that arrives within `READ_SECONDS`."""
         data = bytearray()
         try:
             async with asyncio.timeout(READ_SECONDS):
-                async for part in request.stream():
+                async for part in http_request.stream():
                     data += part
                     if len(data) > self.max_bytes:
-                        raise Refusal(f"the request has more than {self.max_bytes} bytes", status=413, code="too_large")
+                        raise HTTPError(
+                            f"the request has more than {self.max_bytes} bytes", status=413, code="too_large"
+                        )
         except TimeoutError:
-            raise Refusal(f"the request did not come within {READ_SECONDS:g} s", status=408, code="timeout") from None
+            raise HTTPError(f"the request did not come within {READ_SECONDS:g} s", status=408, code="timeout") from None
         try:
             body = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise Refusal(f"the request is not JSON: {error}") from None
+            raise HTTPError(f"the request is not JSON: {error}") from None
         if not isinstance(body, dict):
-            raise Refusal("the request must be a JSON object")
-        if is_deeper(body, MAX_DEPTH):
-            raise Refusal(f"the request is nested more than {MAX_DEPTH} deep")
+            raise HTTPError("the request must be a JSON object")
+        if is_nested_deeper(body, MAX_DEPTH):
+            raise HTTPError(f"the request is nested more than {MAX_DEPTH} deep")
         return body
 
-    async def _health(self, request: Any) -> Any:
-        more = {"model": self.model, "sessions": len(self._sessions), "ended": len(self._ended)}
-        is_admin = self.doors.is_admin(dict(request.scope["headers"]))
-        return _json_response({"status": "ok"} | (more if is_admin else {}))
+    async def _get_health(self, http_request: Any) -> Any:
+        details = {"model": self.model, "sessions": len(self._sessions), "ended": len(self._ended)}
+        is_admin = self.access.is_admin(dict(http_request.scope["headers"]))
+        return _json_response({"status": "ok"} | (details if is_admin else {}))
 
-    async def _models(self, request: Any) -> Any:
-        self._session(request)
-        named = request.path_params.get("model")
-        own = {"id": self.model, "object": "model", "created": 0, "owned_by": "flowgrpo"}
-        if named not in (None, self.model):
-            raise Refusal(f"model {named!r:.80} is unknown: this is {self.model!r}", status=404, code="model_not_found")
-        return _json_response({"object": "list", "data": [own]} if named is None else own)
+    async def _get_models(self, http_request: Any) -> Any:
+        self._find_session(http_request)
+        name = http_request.path_params.get("model")
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "flowgrpo"}
+        if name not in (None, self.model):
+            raise HTTPError(
+                f"model {name!r:.80} is unknown: this is {self.model!r}", status=404, code="model_not_found"
+            )
+        return _json_response({"object": "list", "data": [model]} if name is None else model)
 
-    async def _open(self, request: Any) -> Any:
-        if self._begin is None:
-            raise Refusal("this gateway begins its sessions itself", status=405, code="no_session")
-        session = self._begin(await self._json(request))
+    async def _post_session(self, http_request: Any) -> Any:
+        if self._open_session is None:
+            raise HTTPError("this gateway begins its sessions itself", status=405, code="no_session")
+        session = self._open_session(await self._json(http_request))
         base_url = self.add(session)
-        session.when_over(lambda: self.remove(session))
+        session.add_done_callback(lambda: self.remove(session))
         return _json_response({"session": session.name, "base_url": base_url})
 
-    async def _weights(self, request: Any) -> Any:
-        if self._swap is None:
-            raise Refusal("this gateway takes no weights", status=405, code="no_weights")
-        return _json_response(await self._swap(await self._json(request)))
+    async def _post_weights(self, http_request: Any) -> Any:
+        if self._update_weights is None:
+            raise HTTPError("this gateway takes no weights", status=405, code="no_weights")
+        return _json_response(await self._update_weights(await self._json(http_request)))
 
-    async def _reward(self, request: Any) -> Any:
-        body = await self._json(request)
-        ending = self._ended.get(request.path_params.get("session") or request.headers.get("x-session-id"))
-        if (
-            ending is not None and ending.record is not None and ending.reward == digest_of(body)
-        ):  # a client that tries again
-            return _json_response(ending.record)
-        return _json_response(await self._named(request).reward(body))
+    async def _post_reward(self, http_request: Any) -> Any:
+        body = await self._json(http_request)
+        tombstone = self._ended.get(http_request.path_params.get("session") or http_request.headers.get("x-session-id"))
+        is_retry = tombstone is not None and tombstone.reward_digest == body_digest(body)
+        response = tombstone.reward_response if tombstone is not None and is_retry else None
+        if response is None:
+            response = await self._require_session(http_request).post_reward(body)
+        return _json_response(response)
 
-    async def _describe(self, request: Any) -> Any:
-        return _json_response(self._named(request).describe())
+    async def _get_session(self, http_request: Any) -> Any:
+        return _json_response(self._require_session(http_request).describe())
 
-    async def _end(self, request: Any) -> Any:
-        session = self._named(request)
+    async def _delete_session(self, http_request: Any) -> Any:
+        session = self._require_session(http_request)
         await session.end()
         return _json_response(session.describe())
 
 
-def _uvicorn() -> Any:
+def _import_uvicorn() -> Any:
     try:
         import starlette  # noqa: F401
         import uvicorn
@@ -340,49 +353,51 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _json_response(value: Mapping[str, Any]) -> Any:
+def _json_response(value: Mapping[str, JSON]) -> Any:
     from starlette.responses import JSONResponse
 
     return JSONResponse(dict(value))
 
 
-async def _refused(_request: Any, refusal: Exception) -> Any:
+async def _error_response(_http_request: Any, error: Exception) -> Any:
     from starlette.responses import JSONResponse
 
-    assert isinstance(refusal, Refusal)
-    return JSONResponse(refusal.body(), status_code=refusal.status)
+    assert isinstance(error, HTTPError)
+    return JSONResponse(error.body(), status_code=error.status)
 
 
-async def _no_route(request: Any, error: Exception) -> Any:
-    """What a path or a method comes to that is none of ours."""
+async def _no_route(http_request: Any, exception: Exception) -> Any:
+    """The response to an unknown path or method, as the OpenAI API writes errors."""
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
 
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    message = f"{request.method} {request.url.path:.80} can't be had here ({error.detail})"
-    refusal = Refusal(message, status=error.status_code, code=code)
-    return JSONResponse(refusal.body(), status_code=refusal.status, headers=error.headers)
+    assert isinstance(exception, HTTPException)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(exception.status_code, "http_error")
+    message = f"{http_request.method} {http_request.url.path:.80} can't be had here ({exception.detail})"
+    error = HTTPError(message, status=exception.status_code, code=code)
+    return JSONResponse(error.body(), status_code=error.status, headers=exception.headers)
 
 
-async def _unless_gone(request: Any, answers: Awaitable[Sequence[Answer]]) -> Sequence[Answer]:
-    """The answers; what nobody waits for any more is cancelled."""
-    task = asyncio.ensure_future(answers)
-    leaving = asyncio.ensure_future(request.receive())
+async def _cancel_on_disconnect(
+    http_request: Any, pending: Awaitable[Sequence[ChatResponse]]
+) -> Sequence[ChatResponse]:
+    """Wait for `pending`, and cancel it if the client disconnects."""
+    task = asyncio.ensure_future(pending)
+    disconnect = asyncio.ensure_future(http_request.receive())
     try:
-        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
-            raise Refusal("the client has left", status=499, code="client_gone")
+            raise HTTPError("the client has left", status=499, code="client_gone")
         return task.result()
     finally:
-        leaving.cancel()
+        disconnect.cancel()
         if not task.done():
             task.cancel()
 
 
-async def _events(chunks: Iterable[Mapping[str, Any]], *, done: bool) -> AsyncIterator[bytes]:
-    """Chunks as server-sent events; those of /v1/responses have names."""
+async def _server_sent_events(chunks: Iterable[Mapping[str, JSON]], *, done: bool) -> AsyncIterator[bytes]:
+    """Chunks as server-sent events; those of /v1/responses have names, the others end with [DONE]."""
     for chunk in chunks:
         name = f"event: {chunk['type']}\n" if "type" in chunk else ""
         yield f"{name}data: {json.dumps(chunk)}\n\n".encode()

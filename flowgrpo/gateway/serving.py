@@ -1,11 +1,12 @@
-"""Serve a model: answer requests of no session, and record sessions of agents that run elsewhere as trajectories.
+"""Serve a model: complete requests without a session, and record sessions of external agents as trajectories.
 
-    served = Served(engine, model.text, context_tokens=2048, ...)
-    with Gateway(model="planner", spell=model.text.decode, ask=served.ask, begin=served.begin) as gateway: ...
+    server = ModelServer(engine, model.tokenizer, model.policy, model.params, ServerSettings(context_tokens=2048))
+    with Gateway(model="planner", decode=model.tokenizer.decode, complete=server.complete, ...):
+        ...
 
-A session is begun by a request (POST /sessions, with a task, and a seed where it is to be repeated) and ends with its
-reward (POST /s/NAME/reward), or with the answer that is to be judged; one that is ended (DELETE), or of which nothing
-is heard any more, is ABORTED. Each is a rollout of one trajectory, in the way of any other, so that it has the ids and
+A session is opened by a request (POST /sessions, with a task, and a seed if it is to be reproducible). It ends with
+its reward (POST /s/NAME/reward), or with the output that a reward function scores; one that is deleted or silent for
+too long is ABORTED. Each session is a rollout of one trajectory like any other, so that it has the ids and
 log-probabilities that `fg.hosted` gives under the same key.
 """
 
@@ -13,336 +14,382 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from flowgrpo.contracts import Call, Completion, Do, Policy, Request, Result, Reward
-from flowgrpo.data.tokenizer import Text, guard
-from flowgrpo.gateway.agent_env import agent_env, answer_of, cant_fit, first_context
-from flowgrpo.gateway.agents import as_result
-from flowgrpo.gateway.histories import for_template
-from flowgrpo.gateway.live_session import Ended, LiveSession, outcome_of, read_reward, with_scores
-from flowgrpo.gateway.server import Ending, digest_of
-from flowgrpo.gateway.tool_calls import Form, form_of
-from flowgrpo.gateway.wire import LARGEST, Answer, Asked, Refusal
+from flowgrpo.contracts import Call, Completion, Policy, Request, Result, Reward
+from flowgrpo.data.tokenizer import ChatTokenizer, guard
+from flowgrpo.gateway.agent_env import agent_env, render_messages, to_response, too_long_reason
+from flowgrpo.gateway.agents import to_result
+from flowgrpo.gateway.histories import to_template
+from flowgrpo.gateway.live_session import LiveSession, SessionEnd, parse_reward, shielded, with_logprobs
+from flowgrpo.gateway.server import Tombstone, body_digest
+from flowgrpo.gateway.tool_calls import ToolCallFormat, tool_call_format
+from flowgrpo.gateway.wire import MAX_INT32, ChatRequest, ChatResponse, HTTPError
 from flowgrpo.generate.engine import Engine
-from flowgrpo.generate.sampler import MAX_KEPT
+from flowgrpo.generate.sampler import MAX_TOP_K
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.rollout.hosted import hosted
-from flowgrpo.rollout.records import Played
-from flowgrpo.types import BadInput, Status, Task, first_line
+from flowgrpo.rollout.records import RecordedTrajectory
+from flowgrpo.types import JSON, BadInput, Params, Status, Task, first_line
 
-SEEDS = 1 << 63
-SCORED = 64  # prompts to be scored are padded to multiples of so many tokens
+NUM_SEEDS = 1 << 63
+SCORE_CHUNK = 64  # tokens whose logits are computed at a time; prompts to be scored are padded to multiples of it
 
 
-class OpenSession(LiveSession):
-    """A session of an agent that runs elsewhere, which its reward ends."""
+class RecordedSession(LiveSession):
+    """A session of an external agent that runs elsewhere, which ends with its reward."""
 
-    def __init__(self, task: Any, *, judged: bool = False):
-        super().__init__(task, judged=judged)
-        self.played: Future[Played] = Future()
-        self._record: Mapping[str, Any] | None = None
+    def __init__(self, task: JSON, *, has_reward: bool = False):
+        super().__init__(task, has_reward=has_reward)
+        self.trajectory: Future[RecordedTrajectory] = Future()
+        self._summary: Mapping[str, JSON] | None = None
 
-    async def reward(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """End the session with its reward, or with the answer that is to be judged."""
-        output = given.get("output")
+    async def post_reward(self, body: Mapping[str, JSON]) -> Mapping[str, JSON]:
+        """End the session with its reward, or with the output that the server's reward function scores."""
+        output = body.get("output")
         if output is not None and not isinstance(output, str):
-            raise Refusal("output must be a string", field="output")
-        if self.judged:
+            raise HTTPError("output must be a string", field="output")
+        if self.has_reward:
             for name in ("reward", "correct"):
-                if given.get(name) is not None:
+                if body.get(name) is not None:
                     message = f'this server judges the output itself: send {{"output": ...}} without {name}'
-                    raise Refusal(message, code="reward_not_used", field=name)
+                    raise HTTPError(message, code="reward_not_used", field=name)
             if output is None:
-                raise Refusal("give the output, which this server judges", field="output")
-            ended = Ended(output=output)
+                raise HTTPError("give the output, which this server judges", field="output")
+            end = SessionEnd(output=output)
         else:
-            if given.get("reward") is None:
+            if body.get("reward") is None:
                 message = "give a reward, a number: this server has nothing that judges an output (--reward)"
-                raise Refusal(message, field="reward")
-            reward, correct = read_reward(given)
-            ended = Ended(output=output, reward=reward, correct=correct)
-        self.end_with(ended, digest_of(given))
-        return record_of(self.name, await outcome_of(self.played))
+                raise HTTPError(message, field="reward")
+            reward, correct = parse_reward(body)
+            end = SessionEnd(output=output, reward=reward, correct=correct)
+        self.end_with(end, body_digest(body))
+        return session_summary(self.name, await shielded(self.trajectory))
 
-    def finish(self, played: Played) -> None:
-        """It has ended so."""
-        if played.status != Status.FINISHED:
-            self.why = f"{played.status.name}, {played.reason}"
+    def finish(self, trajectory: RecordedTrajectory) -> None:
+        """Close the session when its trajectory has ended."""
+        if trajectory.status != Status.FINISHED:
+            self.reason = f"{trajectory.status.name}, {trajectory.reason}"
         self.close()
-        self._record = record_of(self.name, played)
+        self._summary = session_summary(self.name, trajectory)
 
-    def ending(self) -> Ending:
-        """How it ended, and what was answered to the reward that ended it."""
-        return Ending(self.why, self._posted, self._record)
+    def tombstone(self) -> Tombstone:
+        """Why the session ended, and the response to the reward that ended it."""
+        return Tombstone(self.reason, self._reward_digest, self._summary)
 
-    def when_over(self, act: Callable[[], None]) -> None:
-        """Call this once its rollout is over, or now."""
-        self.played.add_done_callback(lambda _: act())
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the rollout is over, or now if it is."""
+        self.trajectory.add_done_callback(lambda _: callback())
 
     async def end(self) -> None:
-        """End it without a reward."""
-        self.end_with(Ended(failed="the session was ended by its client"))
-        await outcome_of(self.played)
+        """End the session without a reward."""
+        self.end_with(SessionEnd(failed="the session was ended by its client"))
+        await shielded(self.trajectory)
 
 
-def record_of(name: str, played: Played) -> dict[str, Any]:
-    """How a session ended, as JSON."""
-    contexts = bool(played.turns) + sum(turn.begins for turn in played.turns)
+def session_summary(name: str, trajectory: RecordedTrajectory) -> dict[str, JSON]:
+    """Status and outcome of a session, as JSON."""
+    contexts = bool(trajectory.turns) + sum(turn.starts_context for turn in trajectory.turns)
     return {
         "session": name,
-        "status": played.status.name,
-        "reason": played.reason,
-        "turns": len(played.turns),
+        "status": trajectory.status.name,
+        "reason": trajectory.reason,
+        "turns": len(trajectory.turns),
         "contexts": contexts,
-        "outcome": played.outcome,
-        "correct": played.correct,
+        "outcome": trajectory.outcome,
+        "correct": trajectory.correct,
     }
 
 
-@dataclass(eq=False)
-class Served:
-    """A model as a gateway serves it.
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Limits of a model server.
 
-    turns, max_tokens, context_tokens    of a session, and of an answer
-    temperature                          of sessions, whatever their requests ask for
-    silent_seconds                       until a session of which nothing is heard is ABORTED
-    seconds                              of a request that belongs to no session
-    reward                               judges the output of a session; None: rewards are posted
-    on_played                            is given each session that has ended
-    load                                 reads a model folder, for `swap`
+    Args:
+        turns: number of requests of a session that are answered.
+        max_tokens: of a response.
+        context_tokens: of a context together with its response.
+        temperature: of sessions, whatever their requests ask for.
+        silent_seconds: until a session without a request is ABORTED.
+        timeout_seconds: of a request without a session.
+        max_sessions: number of sessions that may be open at once.
     """
 
-    engine: Engine
-    text: Text
-    policy: Policy
-    params: Any
     turns: int = 64
     max_tokens: int = 512
     context_tokens: int = 2048
     temperature: float = 1.0
     silent_seconds: float = 600.0
-    seconds: float = 600.0
-    sessions: int = 1024
-    reward: Reward | None = None
-    on_played: Callable[[Played], None] = lambda _played: None
-    load: Callable[[str], Model] = load_model
+    timeout_seconds: float = 600.0
+    max_sessions: int = 1024
 
-    def __post_init__(self) -> None:
+
+class ModelServer:
+    """A model behind a gateway: `complete`, `open_session` and `update_weights` are the gateway's callables."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: ChatTokenizer,
+        policy: Policy,
+        params: Params,
+        settings: ServerSettings = ServerSettings(),
+        *,
+        reward: Reward | None = None,
+        on_session_end: Callable[[RecordedTrajectory], None] = lambda _trajectory: None,
+        load: Callable[[str], Model] = load_model,
+    ):
+        """Serve `policy` with `params` by `engine`.
+
+        Args:
+            engine: generates the responses.
+            tokenizer: with the chat template.
+            policy: scores prompts, for echoed log-probabilities.
+            params: of the policy.
+            settings: limits.
+            reward: scores the output of a session; None: clients post rewards.
+            on_session_end: gets the trajectory of each session that has ended, in the session's thread.
+            load: reads the model folder of POST /weights.
+        """
+        self.engine, self.tokenizer, self.policy, self.params = engine, tokenizer, policy, params
+        self.settings = settings
+        self.reward, self.on_session_end, self.load = reward, on_session_end, load
         self.env = agent_env(
-            self.text, turns=self.turns, max_tokens=self.max_tokens, context_tokens=self.context_tokens
+            tokenizer, turns=settings.turns, max_tokens=settings.max_tokens, context_tokens=settings.context_tokens
         )
-        self.live: dict[str, OpenSession] = {}
+        self.sessions: dict[str, RecordedSession] = {}
         self._lock = threading.Lock()
-        self._form: Form | None = form_of(self.text.tokenizer.chat_template)
-        self._guarded = guard(self.text)
+        self._call_format: ToolCallFormat | None = tool_call_format(tokenizer.hf_tokenizer.chat_template)
+        self._guarded = guard(tokenizer)
 
     # Sessions -----------------------------------------------------------------------------------------------
 
-    def begin(self, body: Mapping[str, Any]) -> OpenSession:
-        """Begin a session with a task, under a key that a seed makes, or chance."""
-        task, seed = _task(body.get("task")), body.get("seed")
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS):
-            raise Refusal("seed must be a whole number of at least 0 and below 2**63", field="seed")
-        session = OpenSession(task, judged=self.reward is not None)
+    def open_session(self, body: Mapping[str, JSON]) -> RecordedSession:
+        """Open a session for a task and start its rollout, whose random key follows from the seed, if one is given."""
+        task, seed = _parse_task(body.get("task")), body.get("seed")
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < NUM_SEEDS):
+            raise HTTPError("seed must be a whole number of at least 0 and below 2**63", field="seed")
+        session = RecordedSession(task, has_reward=self.reward is not None)
         with self._lock:
-            if len(self.live) >= self.sessions:
-                message = f"there are {self.sessions} sessions, and there may be no more: end some"
-                raise Refusal(message, status=429, code="too_many_sessions")
-            self.live[session.name] = session
-        key = jax.random.key(chance() if seed is None else seed)
-        threading.Thread(target=self._play, args=(session, task, key), name="flowgrpo-session", daemon=True).start()
+            limit = self.settings.max_sessions
+            if len(self.sessions) >= limit:
+                message = f"there are {limit} sessions, and there may be no more: end some"
+                raise HTTPError(message, status=429, code="too_many_sessions")
+            self.sessions[session.name] = session
+        key = jax.random.key(random_seed() if seed is None else seed)
+        threading.Thread(target=self._roll_out, args=(session, task, key), name="flowgrpo-session", daemon=True).start()
         return session
 
-    def _play(self, session: OpenSession, task: Any, key: jax.Array) -> None:
-        """The thread of a session: a rollout of one trajectory."""
+    def _roll_out(self, session: RecordedSession, task: Task, key: jax.Array) -> None:
+        """Roll out the one trajectory of a session, in the session's thread."""
         completion: list[Future[Completion]] = []
 
         def submit(request: Request) -> "Future[Completion]":
             completion[:] = [self.engine.submit(request)]
             return completion[0]
 
-        settings: dict[str, Any] = {"do": self._effects(session, completion), "reward": self.reward}
-        try:
-            rollout = hosted(self.env, submit, temperature=self.temperature, width=1, **settings)
-            played = rollout([task], key[None], [0]).played[0]
-            self.on_played(played)
-            session.finish(played)
-            settle = partial(session.played.set_result, played)
-        except Exception as error:  # of the engine that is closed, or of a file that can't be written
-            why = f"it failed: {first_line(error)}"
-            logging.getLogger(__name__).warning(f"session {session.name} is over: {why}")
-            session.close(why)
-            settle = partial(session.played.set_exception, Refusal(why, status=500, code="session_failed"))
-        with self._lock:
-            self.live.pop(session.name, None)
-        settle()  # last: whoever waits for it may begin another session
-
-    def _effects(self, session: OpenSession, completion: Sequence["Future[Completion]"]) -> Do:
-        def do(call: Call) -> Result:
+        def call_tool(call: Call) -> Result:
             if "stop" in call.arguments:
-                return as_result({})
-            following = None
+                return to_result({})
+            event = None
             if "reply" in call.arguments:
-                following = session.reply(call.arguments["reply"], completion[0].result() if completion else None)
-            event = following or session.next_event(self.silent_seconds)
+                event = session.reply(call.arguments["reply"], completion[0].result() if completion else None)
+            event = event or session.next_event(self.settings.silent_seconds)
             if "ended" in event and "task" in call.arguments:
                 return Result("", failure=event["ended"]["failed"] or "the session ended without a request")
-            return as_result(event)
+            return to_result(event)
 
-        return do
+        try:
+            rollout = hosted(
+                self.env,
+                submit,
+                call_tool=call_tool,
+                reward=self.reward,
+                temperature=self.settings.temperature,
+                concurrency=1,
+            )
+            trajectory = rollout([task], key[None], [0]).trajectories[0]
+            self.on_session_end(trajectory)
+            session.finish(trajectory)
+            resolve = partial(session.trajectory.set_result, trajectory)
+        except Exception as error:  # the engine is closed, or a file can't be written
+            reason = f"it failed: {first_line(error)}"
+            logging.getLogger(__name__).warning(f"session {session.name} is over: {reason}")
+            session.close(reason)
+            resolve = partial(session.trajectory.set_exception, HTTPError(reason, status=500, code="session_failed"))
+        with self._lock:
+            self.sessions.pop(session.name, None)
+        resolve()  # last: whoever waits for it may open another session
 
     # Weights ------------------------------------------------------------------------------------------------
 
-    async def swap(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Take other weights of the same shape from a model folder; no request is dropped, and later tokens carry
-        their version."""
+    async def update_weights(self, body: Mapping[str, JSON]) -> Mapping[str, JSON]:
+        """Load weights of the same shape from a model folder; no request is dropped, and later tokens have the new
+        version."""
         folder, version = body.get("folder"), body.get("version")
-        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= LARGEST:
-            raise Refusal(f"version must be a whole number of at most {LARGEST}, of the weights", field="version")
+        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= MAX_INT32:
+            raise HTTPError(f"version must be a whole number of at most {MAX_INT32}, of the weights", field="version")
         if not isinstance(folder, str) or not folder:
-            raise Refusal("give the folder of a model", field="folder")
+            raise HTTPError("give the folder of a model", field="folder")
         try:
             params = (await asyncio.to_thread(self.load, folder)).params
-        except (BadInput, OSError, ValueError) as error:  # of a name that is none, too
-            raise Refusal(f"no model can be loaded: {first_line(error):.500}", field="folder") from None
+        except (BadInput, OSError, ValueError) as error:  # ValueError: of a name that no file can have
+            raise HTTPError(f"no model can be loaded: {first_line(error):.500}", field="folder") from None
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (params, self.params)]
         if shapes[0] != shapes[1]:
-            raise Refusal(f"the model in {folder} has another shape than the one that is served", field="folder")
+            raise HTTPError(f"the model in {folder} has another shape than the one that is served", field="folder")
         self.params = params
-        self.engine.swap(params, version)
+        self.engine.update_weights(params, version)
         return {"version": version}
 
-    # Requests of no session ---------------------------------------------------------------------------------
+    # Requests without a session -----------------------------------------------------------------------------
 
-    async def ask(self, asked: Asked) -> list[Answer]:
-        """Answers to a request that belongs to no session."""
-        if too_long := cant_fit(self.text, asked.messages, asked.prompt, self.context_tokens):
-            raise Refusal(too_long, code="context_length_exceeded")
-        prompt = await asyncio.to_thread(self._prompt, asked)
-        room = self.context_tokens - len(prompt)
-        most = min(room, self.max_tokens if asked.max_tokens is None else asked.max_tokens)
-        if room < (asked.max_tokens != 0):
-            raise Refusal(
-                f"the request has {len(prompt)} tokens, which must be less than {self.context_tokens}",
+    async def complete(self, request: ChatRequest) -> list[ChatResponse]:
+        """Responses to a request without a session, `request.n` of them."""
+        settings = self.settings
+        if reason := too_long_reason(self.tokenizer, request.messages, request.prompt, settings.context_tokens):
+            raise HTTPError(reason, code="context_length_exceeded")
+        prompt = await asyncio.to_thread(self._tokenize, request)
+        available = settings.context_tokens - len(prompt)
+        max_tokens = min(available, settings.max_tokens if request.max_tokens is None else request.max_tokens)
+        if available < (request.max_tokens != 0):
+            raise HTTPError(
+                f"the request has {len(prompt)} tokens, which must be less than {settings.context_tokens}",
                 code="context_length_exceeded",
             )
-        echoes = asked.echo and asked.logprobs is not None
-        scored, banned_mass = await asyncio.to_thread(self._scores, prompt) if echoes else (None, ())
-        more: dict[str, Any] = {"scored": scored, "banned": self.engine.banned, "banned_mass": banned_mass}
-        if most == 0:
-            empty = Answer(content="", finish_reason="length", tokens=(), prompt=prompt, logprobs=(), **more)
-            return [empty] * asked.n
-        key = jax.random.key(chance() if asked.seed is None else asked.seed % (1 << 63))
-        cuts = asked.temperature == 0 or (asked.top_p is not None and asked.top_p < 1)
-        if cuts and not self.engine.mixed:
-            raise Refusal("this gateway samples from the whole distribution: leave out temperature=0 and top_p")
-        request = self._request(asked, prompt, most)
+        scores_prompt = request.echo and request.logprobs is not None
+        prompt_scores, banned_mass = (
+            await asyncio.to_thread(self._score_prompt, prompt) if scores_prompt else (None, ())
+        )
+        banned_ids = self.engine.banned
+        if max_tokens == 0:
+            empty = ChatResponse(
+                content="",
+                finish_reason="length",
+                tokens=(),
+                prompt=prompt,
+                logprobs=(),
+                prompt_scores=prompt_scores,
+                banned_ids=banned_ids,
+                banned_mass=banned_mass,
+            )
+            return [empty] * request.n
+        is_greedy = request.temperature == 0
+        if (is_greedy or (request.top_p is not None and request.top_p < 1)) and not self.engine.mixed:
+            raise HTTPError("this gateway samples from the whole distribution: leave out temperature=0 and top_p")
+        key = jax.random.key(random_seed() if request.seed is None else request.seed % NUM_SEEDS)
+        generation = Request(
+            tokens=prompt,
+            key=key,
+            max_tokens=max_tokens,
+            temperature=1.0 if is_greedy or request.temperature is None else request.temperature,
+            top_k=1 if is_greedy else MAX_TOP_K,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            stop_ids=self.tokenizer.stop_ids,
+            stop=request.stop,
+            deadline=settings.timeout_seconds,
+        )
         try:
-            futures = [self.engine.submit(request._replace(key=jax.random.fold_in(key, i))) for i in range(asked.n)]
+            futures = [
+                self.engine.submit(generation._replace(key=jax.random.fold_in(key, i))) for i in range(request.n)
+            ]
         except BadInput as error:
-            raise Refusal(first_line(error)) from None
+            raise HTTPError(first_line(error)) from None
         try:
             completions = await asyncio.gather(*map(asyncio.wrap_future, futures))
-        finally:  # a client that has left frees its slots
+        finally:  # if the client has disconnected, its slots become free
             for future in futures:
                 future.cancel()
-        return [replace(self._answer(asked, prompt, one), **more) for one in completions]
+        responses = []
+        for completion in completions:
+            if completion.finish_reason not in ("stop", "length"):
+                raise HTTPError(f"no answer came within {settings.timeout_seconds:g} s", status=504, code="timeout")
+            response, _ = to_response(
+                self.tokenizer,
+                self._call_format,
+                completion.tokens,
+                prompt,
+                stop=request.stop,
+                tools=request.tools,
+                turn=0,
+            )
+            response = with_logprobs(response, completion)
+            responses.append(
+                replace(response, prompt_scores=prompt_scores, banned_ids=banned_ids, banned_mass=banned_mass)
+            )
+        return responses
 
-    def _prompt(self, asked: Asked) -> tuple[int, ...]:
-        """The ids of a request."""
+    def _tokenize(self, request: ChatRequest) -> tuple[int, ...]:
+        """Token ids of the request's messages or prompt."""
         try:
-            if asked.prompt is None:
-                messages = [for_template(message) for message in asked.messages]
-                return first_context(self._guarded, self._form, messages, asked.tools).tokens
-            ids = tuple(self.text.encode(asked.prompt)) if isinstance(asked.prompt, str) else asked.prompt
+            if request.prompt is None:
+                messages = [to_template(message) for message in request.messages]
+                return render_messages(self._guarded, self._call_format, messages, request.tools).tokens
+            ids = tuple(self.tokenizer.encode(request.prompt)) if isinstance(request.prompt, str) else request.prompt
         except BadInput as error:
-            raise Refusal(first_line(error)) from None
-        if not ids or max(ids) >= self.text.vocab_size:
-            raise Refusal(f"prompt must hold ids below {self.text.vocab_size}", field="prompt")
+            raise HTTPError(first_line(error)) from None
+        if not ids or max(ids) >= self.tokenizer.vocab_size:
+            raise HTTPError(f"prompt must hold ids below {self.tokenizer.vocab_size}", field="prompt")
         return ids
 
-    def _request(self, asked: Asked, prompt: tuple[int, ...], most: int) -> Request:
-        greedy = asked.temperature == 0
-        return Request(
-            tokens=prompt,
-            key=jax.random.key(0),
-            max_tokens=most,
-            temperature=1.0 if greedy or asked.temperature is None else asked.temperature,
-            top_k=1 if greedy else MAX_KEPT,
-            top_p=1.0 if asked.top_p is None else asked.top_p,
-            stop_ids=self.text.stop_ids,
-            stop=asked.stop,
-            deadline=self.seconds,
-        )
-
-    def _answer(self, asked: Asked, prompt: tuple[int, ...], completion: Completion) -> Answer:
-        if completion.finish_reason not in ("stop", "length"):
-            raise Refusal(f"no answer came within {self.seconds:g} s", status=504, code="timeout")
-        asks = {"stop": asked.stop, "tools": asked.tools}
-        answer, _ = answer_of(self.text, self._form, asks, completion.tokens, prompt, turn=0)
-        return with_scores(answer, completion)
-
-    def _scores(
+    def _score_prompt(
         self, prompt: tuple[int, ...]
     ) -> tuple[list[tuple[float | None, dict[int, float]]], list[float | None]]:
-        """Of each token of a prompt its log-probability among all ids and the likeliest token in its place, and the
-        probability there of ids that are never sampled; of the first, none."""
-        tokens = (
-            jnp.zeros((1, -(-len(prompt) // SCORED) * SCORED), jnp.int32)
-            .at[0, : len(prompt)]
-            .set(jnp.array(prompt, jnp.int32))
-        )
-        banned = self.engine.banned
-        own, best, most, mass = jax.device_get(_score(self.policy, self.params, tokens, banned))
-        found: list[tuple[float | None, dict[int, float]]] = [(None, {})]
-        for place in range(len(prompt) - 1):
-            top = {prompt[place + 1]: float(own[place])}
-            found.append((float(own[place]), {int(best[place]): float(most[place])} | top))
-        return found, [None, *map(float, mass[: len(prompt) - 1])]
+        """Scores of each prompt token, as `ChatResponse.prompt_scores` and `banned_mass`; the first token has none.
+
+        Log-probabilities are among all ids; the alternatives are the likeliest id and the token itself.
+        """
+        length = -(-len(prompt) // SCORE_CHUNK) * SCORE_CHUNK
+        tokens = jnp.zeros((1, length), jnp.int32).at[0, : len(prompt)].set(jnp.array(prompt, jnp.int32))
+        logp, best_id, best_logp, mass = jax.device_get(_score(self.policy, self.params, tokens, self.engine.banned))
+        scores: list[tuple[float | None, dict[int, float]]] = [(None, {})]
+        for position in range(len(prompt) - 1):
+            alternatives = {int(best_id[position]): float(best_logp[position])}
+            alternatives[prompt[position + 1]] = float(logp[position])
+            scores.append((float(logp[position]), alternatives))
+        return scores, [None, *map(float, mass[: len(prompt) - 1])]
 
 
 @partial(jax.jit, static_argnums=(0, 3))
-def _score(policy: Policy, params: Any, tokens: jax.Array, banned: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """(log-probability of the next token, the likeliest id in its place, its log-probability, the probability of the
-    `banned` ids), of every token but the last; the vocabulary is met `SCORED` tokens at a time."""
+def _score(policy: Policy, params: Params, tokens: jax.Array, banned: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """(log-probability of the next token, likeliest id at its position, log-probability of that, probability of the
+    `banned` ids), for every token but the last; logits are computed for `SCORE_CHUNK` tokens at a time."""
     hidden = policy.hidden(params, tokens, None, None, None)[0][0]
     following = jnp.append(tokens[0, 1:], 0)
 
-    def part(given):
-        hidden_sd, next_s = given
+    def score_chunk(chunk):
+        hidden_sd, next_s = chunk
         logp_sv = jax.nn.log_softmax(policy.unembed(params, hidden_sd[None])[0].astype(jnp.float32))
-        own_s = jnp.take_along_axis(logp_sv, next_s[:, None], axis=-1)[:, 0]
+        next_logp_s = jnp.take_along_axis(logp_sv, next_s[:, None], axis=-1)[:, 0]
         mass_s = jnp.exp(logp_sv[:, jnp.array(banned, jnp.int32)]).sum(axis=-1)
-        return own_s, logp_sv.argmax(axis=-1), logp_sv.max(axis=-1), mass_s
+        return next_logp_s, logp_sv.argmax(axis=-1), logp_sv.max(axis=-1), mass_s
 
-    parts = jax.lax.map(part, (hidden.reshape(-1, SCORED, hidden.shape[-1]), following.reshape(-1, SCORED)))
-    return tuple(x.reshape(-1) for x in parts)  # type: ignore[return-value]
+    hidden_csd = hidden.reshape(-1, SCORE_CHUNK, hidden.shape[-1])
+    chunks = jax.lax.map(score_chunk, (hidden_csd, following.reshape(-1, SCORE_CHUNK)))
+    return tuple(x.reshape(-1) for x in chunks)  # type: ignore[return-value]
 
 
-def chance() -> int:
+def random_seed() -> int:
     """A seed that nobody can guess."""
     return int.from_bytes(os.urandom(7))
 
 
-def _task(given: Any) -> Task:
-    """The task of a session, as a task file has it; without one, an empty query."""
-    fields = {} if given is None else {"query": given} if isinstance(given, str) else given
+def _parse_task(value: JSON) -> Task:
+    """The task of a session, with the fields of a task file; an empty query if none is given."""
+    fields = {} if value is None else {"query": value} if isinstance(value, str) else value
     if not isinstance(fields, Mapping) or not isinstance(fields.get("query", ""), str):
-        raise Refusal("task must be a query, or an object with query, answers and domain", field="task")
+        raise HTTPError("task must be a query, or an object with query, answers and domain", field="task")
     answers = fields.get("answers", [])
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-        raise Refusal("task.answers must be a list of strings", field="task")
-    known = ("id", "query", "answers", "domain")
-    metadata = {name: value for name, value in fields.items() if name not in known}
+        raise HTTPError("task.answers must be a list of strings", field="task")
+    metadata = {name: field for name, field in fields.items() if name not in ("id", "query", "answers", "domain")}
     return Task(
         str(fields.get("id", "")), fields.get("query", ""), tuple(answers), str(fields.get("domain", "")), metadata
     )

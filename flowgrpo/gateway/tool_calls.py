@@ -1,43 +1,44 @@
-"""Find the tool calls in what a model wrote, in the form that its chat template teaches.
+"""Parse the tool calls in a model's text, in the format that its chat template teaches.
 
-    form_of(template)                which form a template has; None where it has no place for tools
-    parse_calls(words, form)         (content, calls, whether a call was begun that can't be read)
+    tool_call_format(template)               the format of a template; None if it has no place for tools
+    parse_tool_calls(text, call_format)      (content, calls, whether a malformed call was found)
 
-A call that can't be read stays in the content as it was written: the agent sees it and answers, and it is counted as an
+A malformed call stays in the content as it was written: the agent sees it and may respond, and it is counted as an
 error of the action (A4).
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from flowgrpo.data.tokenizer import strict_json
-from flowgrpo.gateway.histories import MAX_DEPTH, is_deeper
+from flowgrpo.gateway.histories import MAX_DEPTH, is_nested_deeper
+from flowgrpo.types import JSON
 
-Form = Literal["tags", "bracket", "object"]
+ToolCallFormat = Literal["tags", "bracket", "object"]
 TAGGED = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 BRACKET = "[TOOL_CALLS]"
 PYTHON_TAG = "<|python_tag|>"
 
 
 class ToolCall(NamedTuple):
-    """A call that a model wrote."""
+    """A tool call that a model wrote."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, JSON]
 
 
-class Parsed(NamedTuple):
-    """Words of a model, taken apart."""
+class ParsedText(NamedTuple):
+    """A model's text, split into content and tool calls."""
 
     content: str
     calls: tuple[ToolCall, ...]
-    broken: bool  # a call was begun that can't be read
+    is_malformed: bool  # a call was started that can't be parsed
 
 
-def form_of(template: str | None) -> Form | None:
-    """Name the form in which a chat template has tools called; None where it has no place for tools.
+def tool_call_format(template: str | None) -> ToolCallFormat | None:
+    """The format in which a chat template writes tool calls; None if it has no place for tools.
 
     tags      <tool_call>{"name": ..., "arguments": {...}}</tool_call>, one after the other (Hermes, Qwen)
     bracket   [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]                         (Mistral)
@@ -50,51 +51,47 @@ def form_of(template: str | None) -> Form | None:
     return "object" if "parameters" in template and "<tool_call>" not in template else "tags"
 
 
-def parse_calls(words: str, form: Form) -> Parsed:
-    """The content and the calls of what was written; special tokens that a decoder spells out are part of the form."""
-    content, written = _apart(words, form)
-    calls = [call for text in written for call in _calls_in(text)]
-    if None in calls:
-        return Parsed(words, (), True)
-    return Parsed(content, tuple(call for call in calls if call is not None), False)
+def parse_tool_calls(text: str, call_format: ToolCallFormat) -> ParsedText:
+    """Split a model's text into content and tool calls; `text` has the special tokens spelled out."""
+    if call_format == "tags":
+        content = TAGGED.sub("", text).strip() if "<tool_call>" in text else text
+        blocks = TAGGED.findall(text)
+    elif call_format == "bracket":
+        before, separator, after = text.partition(BRACKET)
+        content, blocks = (before.strip(), [after]) if separator else (text, [])
+    else:
+        bare = text.strip().removeprefix(PYTHON_TAG).strip()
+        content, blocks = ("", [bare]) if bare.startswith("{") and '"name"' in bare else (text, [])
+    calls = []
+    for block in blocks:
+        try:
+            value = strict_json(block)
+        except (ValueError, RecursionError):
+            return ParsedText(text, (), True)
+        for item in value if isinstance(value, list) else [value]:
+            call = _to_tool_call(item)
+            if call is None:
+                return ParsedText(text, (), True)
+            calls.append(call)
+    return ParsedText(content, tuple(calls), False)
 
 
-def _apart(words: str, form: Form) -> tuple[str, list[str]]:
-    """Split words into what is said, and the pieces of text that are calls."""
-    if form == "tags":
-        return TAGGED.sub("", words).strip() if "<tool_call>" in words else words, TAGGED.findall(words)
-    if form == "bracket":
-        said, found, written = words.partition(BRACKET)
-        return said.strip() if found else words, [written] if found else []
-    bare = words.strip().removeprefix(PYTHON_TAG).strip()
-    return ("", [bare]) if bare.startswith("{") and '"name"' in bare else (words, [])
-
-
-def _calls_in(text: str) -> Iterator[ToolCall | None]:
-    """The calls that a piece of text holds, of which None can't be read."""
-    try:
-        found = strict_json(text)
-    except (ValueError, RecursionError):
-        found = [None]
-    for one in found if isinstance(found, list) else [found]:
-        yield _call(one)
-
-
-def _call(found: Any) -> ToolCall | None:
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not found["name"]:
+def _to_tool_call(value: JSON) -> ToolCall | None:
+    """The tool call that a JSON value describes; None if it is malformed."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
-    arguments = found.get("arguments", found.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
             arguments = strict_json(arguments)
         except (ValueError, RecursionError):
             return None
-    if not isinstance(arguments, dict) or is_deeper(arguments, MAX_DEPTH):  # which no request could hand back
+    if not isinstance(arguments, dict) or is_nested_deeper(arguments, MAX_DEPTH):  # no request could send it back
         return None
-    return ToolCall(found["name"], arguments)
+    return ToolCall(value["name"], arguments)
 
 
-def as_openai(call: ToolCall, identity: str) -> dict[str, Any]:
-    """The call as a client of the OpenAI API reads it."""
-    written = json.dumps(dict(call.arguments), ensure_ascii=False)
-    return {"id": identity, "type": "function", "function": {"name": call.name, "arguments": written}}
+def to_openai(call: ToolCall, call_id: str) -> dict[str, JSON]:
+    """The call in the form of the OpenAI API."""
+    arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -1,7 +1,7 @@
-"""Requests and answers of an OpenAI-compatible server as values, to and from bytes; pure.
+"""Requests and responses of an OpenAI-compatible server as values, to and from bytes; pure.
 
-`encode_request` gives what is sent, `completion_of` reads what came back, and everything that is wrong with it is a
-`RemoteFailure` of one sentence.
+`encode_request` gives path and body of a request, `parse_completion` reads a response, and everything that is wrong
+with one is a `RemoteFailure` of one sentence.
 """
 
 import email.utils
@@ -9,31 +9,31 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
-from flowgrpo.types import BadInput
+from flowgrpo.types import JSON, BadInput
 
 FinishReason = Literal["stop", "length", "timeout", "error", "cancelled"]
-ENDED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}  # what a server says -> what we say
+FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}  # the server's -> ours
 
 
 class TextRequest(NamedTuple):
-    """Request to a remote model: for an answer to `messages`, or for a continuation of `prompt`."""
+    """Request to a remote model: to answer `messages`, or to continue `prompt`."""
 
-    messages: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[Mapping[str, JSON]] | None = None
     prompt: str | None = None
     max_tokens: int = 512
     temperature: float = 1.0
     top_p: float = 1.0
     stop: Sequence[str] = ()
     seed: int | None = None
-    deadline: float | None = None  # seconds from submission, with queueing and every retry in it
+    deadline: float | None = None  # seconds from submission, with queueing and every retry
     top_logprobs: int = 0  # alternatives to report for each token; 0: no log-probabilities
-    tokens: Sequence[int] | None = None  # a prompt as ids; the answer then has ids and log-probabilities, too
-    stop_ids: Sequence[int] = ()  # tokens that end the answer, which are part of it
+    tokens: Sequence[int] | None = None  # a prompt as ids; the completion then has ids and log-probabilities
+    stop_ids: Sequence[int] = ()  # tokens that end the completion, and are part of it
     banned: Sequence[int] = ()  # tokens that are never sampled
 
 
@@ -46,18 +46,18 @@ class TokenLogprob(NamedTuple):
 
 
 class TextCompletion(NamedTuple):
-    """Answer of a remote model; `error` is one sentence wherever `finish_reason` isn't stop or length."""
+    """Completion of a remote model; `error` is one sentence if `finish_reason` isn't stop or length."""
 
     text: str
     finish_reason: FinishReason
     logprobs: Sequence[TokenLogprob] | None = None
     error: str | None = None
-    tokens: Sequence[int] | None = None  # where the prompt was of ids: those that were sampled
+    tokens: Sequence[int] | None = None  # the sampled ids, if the prompt was of ids
     logp_sampled: Sequence[float] | None = None  # of these
 
 
 class RemoteFailure(RuntimeError):
-    """A server didn't give what was asked for; `wait` is the least time to the next attempt, None to give up."""
+    """A failed request; `wait` is the minimum time in seconds to the next attempt, None to give up."""
 
     def __init__(self, message: str, reason: FinishReason = "error", wait: float | None = None):
         super().__init__(message)
@@ -65,8 +65,8 @@ class RemoteFailure(RuntimeError):
         self.wait = wait
 
 
-def address_of(url: str) -> SplitResult:
-    """The parts of a URL that names a server, or `BadInput`."""
+def parse_server_url(url: str) -> SplitResult:
+    """The parts of a server's URL, or `BadInput`."""
     if not isinstance(url, str) or not url.isascii() or not url.isprintable() or " " in url or "@" in url:
         raise BadInput("url must be printable ASCII without spaces or credentials, like http://host:8000/v1")
     try:
@@ -87,17 +87,23 @@ def encode_request(request: TextRequest, model: str) -> tuple[str, bytes]:
     """Path and body of a request, or `BadInput`."""
     if not isinstance(request, TextRequest):
         raise BadInput(f"a remote model takes a TextRequest, not {type(request).__name__}")
-    given = [x for x in (request.messages, request.prompt, request.tokens) if x is not None]
-    if len(given) != 1 or isinstance(request.messages, str):
+    prompts = [x for x in (request.messages, request.prompt, request.tokens) if x is not None]
+    if len(prompts) != 1 or isinstance(request.messages, str):
         raise BadInput("a TextRequest takes a list of messages, a prompt, or the tokens of one: give one of them")
-    given = request._replace(messages=None, prompt=None, tokens=None)
-    numbers = (given.max_tokens, given.temperature, given.top_p, given.top_logprobs, given.deadline or 0.0)
+    settings = request._replace(messages=None, prompt=None, tokens=None)
+    numbers = (
+        settings.max_tokens,
+        settings.temperature,
+        settings.top_p,
+        settings.top_logprobs,
+        settings.deadline or 0.0,
+    )
     if not all(isinstance(number, (int, float)) and not math.isnan(number) for number in numbers):
-        raise BadInput(f"max_tokens, temperature, top_p, top_logprobs and deadline must be numbers in {given}")
-    if given.max_tokens < 1 or given.temperature < 0 or not 0 < given.top_p <= 1 or given.top_logprobs < 0:
-        raise BadInput(f"max_tokens, temperature, top_p or top_logprobs is out of range in {given}")
+        raise BadInput(f"max_tokens, temperature, top_p, top_logprobs and deadline must be numbers in {settings}")
+    if settings.max_tokens < 1 or settings.temperature < 0 or not 0 < settings.top_p <= 1 or settings.top_logprobs < 0:
+        raise BadInput(f"max_tokens, temperature, top_p or top_logprobs is out of range in {settings}")
     chat = request.messages is not None
-    body: dict[str, Any] = {"model": model}
+    body: dict[str, JSON] = {"model": model}
     body |= {"messages": list(request.messages)} if request.messages is not None else {"prompt": request.prompt}
     body |= {name: getattr(request, name) for name in ("max_tokens", "temperature", "top_p")}
     if request.tokens is not None:
@@ -118,7 +124,7 @@ def encode_request(request: TextRequest, model: str) -> tuple[str, bytes]:
 
 
 def retry_after(header: str) -> float:
-    """Seconds that a server asks to wait, given as a number or a date; 0 where it asks for nothing."""
+    """Seconds that a server asks to wait, as a number or a date; 0 if it asks for nothing."""
     if header.strip().isdecimal():
         return float(header)
     try:
@@ -128,50 +134,50 @@ def retry_after(header: str) -> float:
 
 
 def failure_message(body: bytes) -> str:
-    """Extract from a response body what the server says of its failure."""
+    """The error message in the body of a failed request's response."""
     try:
-        said = json.loads(body)
+        message = json.loads(body)
     except (ValueError, RecursionError):
         return body.decode(errors="replace")
     for name in ("error", "message"):
-        said = said.get(name, said) if isinstance(said, dict) else said
-    return said if isinstance(said, str) else json.dumps(said)
+        message = message.get(name, message) if isinstance(message, dict) else message
+    return message if isinstance(message, str) else json.dumps(message)
 
 
-def completion_of(body: bytes, request: TextRequest) -> TextCompletion:
-    """The first choice of an answer; `RemoteFailure` where anything that was asked for is missing."""
+def parse_completion(body: bytes, request: TextRequest) -> TextCompletion:
+    """The first choice of a response; `RemoteFailure` if anything that was asked for is missing."""
     try:
-        answer = json.loads(body)
+        response = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RemoteFailure(f"the answer is not JSON: {error}") from None
-    if isinstance(answer, dict) and answer.get("error"):
+    if isinstance(response, dict) and response.get("error"):
         raise RemoteFailure(f"HTTP 200, but an error: {failure_message(body)}")
     chat = request.messages is not None
-    where = ("message", "content") if chat else ("text",)
-    text = get_path(answer, "choices", 0, *where, kind=str)
-    reason = get_path(answer, "choices", 0, "finish_reason", kind=str)
-    if reason not in ENDED:
+    path = ("message", "content") if chat else ("text",)
+    text = get_path(response, "choices", 0, *path, kind=str)
+    reason = get_path(response, "choices", 0, "finish_reason", kind=str)
+    if reason not in FINISH_REASONS:
         raise RemoteFailure(f"the answer ended for the reason {reason!r}, not stop or length")
     if request.tokens is not None:
-        return TextCompletion(text, ENDED[reason])._replace(**_sampled(answer, request, reason))
+        return TextCompletion(text, FINISH_REASONS[reason])._replace(**_sampled(response, request, reason))
     if not request.top_logprobs:
-        return TextCompletion(text, ENDED[reason])
+        return TextCompletion(text, FINISH_REASONS[reason])
     read = _chat_logprobs if chat else _prompt_logprobs
-    return TextCompletion(text, ENDED[reason], tuple(read(answer)))
+    return TextCompletion(text, FINISH_REASONS[reason], tuple(read(response)))
 
 
-def _sampled(answer: Any, request: TextRequest, reason: str) -> dict[str, Any]:
-    """The ids that were sampled with their log-probabilities, or `RemoteFailure` where they can't be those."""
-    tokens = get_path(answer, "choices", 0, "token_ids", kind=list)
-    logp = get_path(answer, "choices", 0, "logprobs", "token_logprobs", kind=list)
+def _sampled(response: JSON, request: TextRequest, reason: str) -> dict[str, JSON]:
+    """The sampled ids with their log-probabilities; `RemoteFailure` if they can't be those."""
+    tokens = get_path(response, "choices", 0, "token_ids", kind=list)
+    logp = get_path(response, "choices", 0, "logprobs", "token_logprobs", kind=list)
     if not tokens or len(tokens) != len(logp):
         raise RemoteFailure(f"the answer has {len(tokens)} ids and {len(logp)} log-probabilities")
     if not all(type(token) is int and token >= 0 for token in tokens):
         raise RemoteFailure("token_ids of the answer are no ids")
     if not all(isinstance(value, (int, float)) and math.isfinite(value) and value <= 1e-6 for value in logp):
         raise RemoteFailure("token_logprobs of the answer are no log-probabilities")
-    if strange := set(tokens) & set(request.banned):
-        raise RemoteFailure(f"the answer has the id {min(strange)}, which is never to be sampled")
+    if banned := set(tokens) & set(request.banned):
+        raise RemoteFailure(f"the answer has the id {min(banned)}, which is never to be sampled")
     if len(tokens) > request.max_tokens:
         raise RemoteFailure(f"the answer has {len(tokens)} tokens, where {request.max_tokens} were asked for")
     if reason == "stop" and not request.stop and request.stop_ids and tokens[-1] not in request.stop_ids:
@@ -179,18 +185,19 @@ def _sampled(answer: Any, request: TextRequest, reason: str) -> dict[str, Any]:
     return {"tokens": tuple(tokens), "logp_sampled": tuple(map(float, logp))}
 
 
-def _chat_logprobs(answer) -> Iterator[TokenLogprob]:
-    for entry in get_path(answer, "choices", 0, "logprobs", "content", kind=list):
+def _chat_logprobs(response: JSON) -> Iterator[TokenLogprob]:
+    for entry in get_path(response, "choices", 0, "logprobs", "content", kind=list):
         top: dict[str, float] = {}
-        for other in get_path(entry, "top_logprobs", kind=list):
-            token, logprob = get_path(other, "token", kind=str), get_path(other, "logprob", kind=float)
+        for alternative in get_path(entry, "top_logprobs", kind=list):
+            token = get_path(alternative, "token", kind=str)
+            logprob = get_path(alternative, "logprob", kind=float)
             # Tokens of different bytes may print the same: their probabilities add.
             top[token] = float(np.logaddexp(top[token], logprob)) if token in top else logprob
         yield TokenLogprob(get_path(entry, "token", kind=str), get_path(entry, "logprob", kind=float), top)
 
 
-def _prompt_logprobs(answer) -> Iterator[TokenLogprob]:
-    table = get_path(answer, "choices", 0, "logprobs", kind=dict)
+def _prompt_logprobs(response: JSON) -> Iterator[TokenLogprob]:
+    table = get_path(response, "choices", 0, "logprobs", kind=dict)
     for i in range(len(get_path(table, "tokens", kind=list))):
         top = get_path(table, "top_logprobs", i, kind=dict)
         top = {token: get_path(top, token, kind=float) for token in top}
@@ -199,12 +206,12 @@ def _prompt_logprobs(answer) -> Iterator[TokenLogprob]:
         )
 
 
-def get_path(value, *path: str | int, kind: type) -> Any:
-    """Read the value at `path`, which must be there and of that kind; a whole number is a float too, NaN is none."""
+def get_path(value: JSON, *path: str | int, kind: type) -> JSON:
+    """The value at `path`, which must exist and be of that kind; a whole number is a float too, NaN is none."""
     name = ".".join(map(str, path))
-    for step in path:
+    for key in path:
         try:
-            value = value[step]
+            value = value[key]
         except (KeyError, IndexError, TypeError):
             raise RemoteFailure(f"the answer has no {name}") from None
     if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value):

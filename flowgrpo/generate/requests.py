@@ -1,123 +1,174 @@
-"""Requests under way in an engine, and where a stop string ends a completion.
+"""Requests in flight in an engine, and where a stop string ends a completion.
 
-`make_job` checks a request and makes its `Job`, which is filled as tokens are sampled and answered once. `find_stop`
-says how many sampled ids stay: those up to the first at which their text contains a stop string. Text is read only to
-find that token (A5): the ids stay as they were sampled, and the prompt's text takes no part.
+`make_job` checks a request and makes its `Job`, to which tokens are appended as they are sampled, and whose future is
+resolved once. `find_stop` gives the number of sampled tokens to keep: up to the first one at which their text contains
+a stop string. Text is read only to find that token (A5): the ids stay as they were sampled, and the prompt's text takes
+no part.
 """
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from flowgrpo.contracts import Completion, Request
-from flowgrpo.generate.sampler import MAX_KEPT, Sampled, cuts_support
-from flowgrpo.types import BadInput
+from flowgrpo.generate.sampler import MAX_TOP_K, SampledTokens, cuts_support
+from flowgrpo.types import BadInput, check_range
 
-TextOf = Callable[[Sequence[int]], str]
+Detokenize = Callable[[Sequence[int]], str]
+OnWeightUpdate = Literal["recompute", "keep"]
 INCOMPLETE = "\ufffd"  # what a decoder writes for bytes that are no character yet
-SLACK = 8  # characters that may read differently where the ids before them are left out
+SLACK = 8  # characters that may read differently if the ids before them are left out
+MAX_STOPS = 8  # stop ids of a request
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Sizes and behaviour of an `Engine`.
+
+    Args:
+        slots: number of requests that decode together at most.
+        slot_length: tokens of a slot's cache; a request and its completion must fit.
+        chunk: tokens of the largest piece of a prompt that is computed in one call.
+        steps: decode steps between two looks at the queue. More steps cost less on the host; fewer let a request enter
+            sooner.
+        banned: ids that are never sampled, such as the padding token.
+        max_recorded_top_k: size of the recorded support. 0 samples from the whole vocabulary, as training needs, and
+            refuses requests with top_k, top_p or min_p. With k > 0 the engine samples from at most the k likeliest
+            tokens, and serves such requests alone, unless it is `mixed`.
+        mixed: serve requests of both kinds from one cache, each by its own settings; needs `max_recorded_top_k`.
+        on_weight_update: what becomes of the caches of requests in flight when weights are updated: "recompute", or
+            "keep" for the rest of the request and no longer.
+        min_decode_batch: if few requests are in flight, decode in a quarter of the slots, a quarter of that, and so on
+            down to this number. It is faster if a step takes as long as its rows, as on a CPU. Bits don't depend on it
+            if kernels round every row alike (`launch.configure(exact=True)` on a CPU). None: always in all slots.
+    """
+
+    slots: int = 16
+    slot_length: int = 1024
+    chunk: int = 64
+    steps: int = 16
+    banned: tuple[int, ...] = ()
+    max_recorded_top_k: int = 0
+    mixed: bool = False
+    on_weight_update: OnWeightUpdate = "recompute"
+    min_decode_batch: int | None = None
+
+    def __post_init__(self):
+        for name in ("slots", "slot_length", "chunk", "steps"):
+            check_range("EngineSettings", name, getattr(self, name), 1, whole=True)
+        check_range("EngineSettings", "max_recorded_top_k", self.max_recorded_top_k, 0, MAX_TOP_K, whole=True)
+        check_range("EngineSettings", "min_decode_batch", self.min_decode_batch, 2, whole=True, optional=True)
+        if self.mixed and not self.max_recorded_top_k:
+            raise BadInput("EngineSettings: mixed is True, but max_recorded_top_k is 0; set it to the largest top_k")
+        if self.on_weight_update not in ("recompute", "keep"):
+            raise BadInput(f"on_weight_update={self.on_weight_update!r}, but must be recompute or keep")
+
+
+# Stop strings -------------------------------------------------------------------------------------------
 
 
 def stops_of(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """The stop strings of a request, of which one may stand alone; or `BadInput`."""
+    """The stop strings of a request, which may be a single string; or `BadInput`."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(text, str) and text and INCOMPLETE not in text for text in stops):
         raise BadInput(f"stop={stop!r} must hold strings of at least one character, none of them U+FFFD")
     return stops
 
 
-def find_stop(tokens: Sequence[int], seen: int, stops: Sequence[str], text_of: TextOf) -> int | None:
-    """Say how many tokens stay: those up to the first at which a stop string is complete, None where there is none.
+def find_stop(tokens: Sequence[int], searched: int, stops: Sequence[str], detokenize: Detokenize) -> int | None:
+    """Number of tokens up to the first at which a stop string is complete; None if there is none.
 
-    The first `seen` tokens hold none. A character that is cut may read as U+FFFD until its last byte comes, which is
-    why no stop string holds one; other than that, text only grows as tokens come. So a text without a stop string has
-    none in any of its beginnings, and what is found does not depend on how many tokens came at once (E3).
+    The first `searched` tokens have none. A character that is cut may read as U+FFFD until its last byte comes, so no
+    stop string contains one; other than that, text only grows as tokens come. So a text without a stop string has none
+    in any of its prefixes, and the result does not depend on how many tokens came at once (E3).
     """
-    # As much text before the new tokens as a stop string that began there can need.
+    # As much text before the new tokens as a stop string that starts there can need.
     needed = max(map(len, stops)) + SLACK
-    start = max(seen - needed, 0)
-    while start and len(text_of(tokens[start:seen])) < needed:
-        start = max(2 * start - seen, 0)
+    start = max(searched - needed, 0)
+    while start and len(detokenize(tokens[start:searched])) < needed:
+        start = max(2 * start - searched, 0)
 
-    def holds(end: int) -> bool:
-        text = text_of(tokens[start:end])
+    def has_stop(end: int) -> bool:
+        text = detokenize(tokens[start:end])
         return any(stop in text for stop in stops)
 
-    if not holds(len(tokens)):
+    if not has_stop(len(tokens)):
         return None
-    return next(end for end in range(seen + 1, len(tokens) + 1) if holds(end))
+    return next(end for end in range(searched + 1, len(tokens) + 1) if has_stop(end))
 
 
-MAX_STOPS = 8
+# Jobs ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Job:
-    """A request with its future and what was sampled for it so far; only the engine's thread changes it."""
+    """A request with its future and the tokens sampled for it so far; only the engine's thread changes it."""
 
     request: Request
-    ends_at: float | None
+    deadline: float | None  # by time.monotonic
     stops: tuple[str, ...]
-    tokens: list[int]  # the request's, then those that were sampled
-    chosen: list[bool]
+    tokens: list[int]  # those of the request, then the sampled ones
+    chosen: list[bool]  # which of them a policy sampled
     future: Future = field(default_factory=Future)
     logp_sampled: list[float] = field(default_factory=list)
     version: list[int] = field(default_factory=list)
-    reused: int = 0
-    before: int = 0  # of the sampled tokens, those that an earlier request got
-    pieces: list[Any] = field(default_factory=list)  # of its tokens so far, as `kv_slots.held_by` cuts them
+    reused: int = 0  # tokens of the prompt that were in a cache
+    num_resumed: int = 0  # sampled tokens that came with the request, as its `partial`
+    spans: list[Any] = field(default_factory=list)  # of its tokens so far, as `kv_slots.cached_lengths` splits them
 
     @property
     def sampled(self) -> list[int]:
-        """The tokens that were sampled, those of an earlier request too."""
+        """All sampled tokens, those of `partial` included."""
         return self.tokens[len(self.request.tokens) :]
 
     @property
-    def own(self) -> int:
-        """Say how many tokens were sampled for this request alone; the others are accounted for elsewhere (A6)."""
-        return len(self.logp_sampled) - self.before
+    def num_new(self) -> int:
+        """Number of tokens sampled for this request alone; those of `partial` are accounted for elsewhere (A6)."""
+        return len(self.logp_sampled) - self.num_resumed
 
     @property
-    def room(self) -> int:
-        """Tokens that may still be sampled."""
-        most, budget = self.request.max_tokens, self.request.budget
-        return (most if budget is None else min(most, self.before + budget)) - len(self.logp_sampled)
+    def tokens_left(self) -> int:
+        """Number of tokens that may still be sampled."""
+        limit, budget = self.request.max_tokens, self.request.budget
+        if budget is not None:
+            limit = min(limit, self.num_resumed + budget)
+        return limit - len(self.logp_sampled)
 
     @property
-    def limit(self) -> str:
-        """Say why a job ends that has no room left."""
+    def limit_reason(self) -> str:
+        """Finish reason of a job with no tokens left: "length" or "budget"."""
         return "length" if len(self.logp_sampled) >= self.request.max_tokens else "budget"
 
-    def ending(self, now: float) -> str:
-        """Say why the job must end whatever it has; empty where it need not."""
+    def abort_reason(self, now: float) -> str:
+        """Finish reason if the job must end whatever it has, "cancelled" or "timeout"; else empty."""
         if self.future.cancelled():
             return "cancelled"
-        return "timeout" if self.ends_at is not None and now > self.ends_at else ""
+        return "timeout" if self.deadline is not None and now > self.deadline else ""
 
-    def take_in(self, sampled: Sampled, index: int, version: int) -> int:
-        """Add what row `index` sampled in a stretch; returns how many tokens."""
-        # A row that ends stays so, so what it sampled stands at the beginning.
-        size = int(sampled.live[:, index].sum())
-        self.tokens += sampled.token[:size, index].tolist()
+    def append(self, sampled: SampledTokens, row: int, version: int) -> int:
+        """Append the tokens that a row sampled, and return their number."""
+        # A row that ends stays so: its sampled tokens come first.
+        size = int(sampled.live[:, row].sum())
+        self.tokens += sampled.token[:size, row].tolist()
         self.chosen += [True] * size
-        self.logp_sampled += sampled.logp_sampled[:size, index].tolist()
+        self.logp_sampled += sampled.logp_sampled[:size, row].tolist()
         self.version += [version] * size
         return size
 
-    def stop(self, new: int, text_of: TextOf | None) -> tuple[bool, int]:
-        """Say whether the job stops within its `new` tokens, and how many it takes back that were decoded past that."""
+    def apply_stop(self, num_new: int, detokenize: Detokenize | None) -> tuple[bool, int]:
+        """(whether the job stops within its `num_new` last tokens, number of tokens past the stop, which are cut)."""
         size = len(self.logp_sampled)
-        found = find_stop(self.sampled, size - new, self.stops, text_of) if self.stops and text_of else None
-        if found is None:
+        end = find_stop(self.sampled, size - num_new, self.stops, detokenize) if self.stops and detokenize else None
+        if end is None:
             return self.tokens[-1] in self.request.stop_ids, 0
-        past = size - found
+        excess = size - end
         for column in (self.tokens, self.chosen, self.logp_sampled, self.version):
-            del column[len(column) - past :]
-        return True, past
+            del column[len(column) - excess :]
+        return True, excess
 
-    def answer(self, outcome: str | BaseException) -> bool:
-        """Settle the future with a reason to have finished, or with an error; returns whether the tokens reach it."""
+    def resolve(self, outcome: str | BaseException) -> bool:
+        """Resolve the future with a finish reason or an error; returns whether the tokens reach it."""
         # Until here the future can be cancelled, from here on it can't.
         if not self.future.set_running_or_notify_cancel():
             return False
@@ -128,46 +179,17 @@ class Job:
         return True
 
 
-def make_job(request: Request, now: float, *, slot_length: int, kept: int, reads: bool, mixed: bool = False) -> Job:
-    """The job of a request that can be run in slots of that length; or `BadInput`."""
+def make_job(request: Request, now: float, settings: EngineSettings, *, has_detokenizer: bool) -> Job:
+    """The job of a request, if an engine with these settings can serve it; else `BadInput`."""
     stops = stops_of(request.stop)
-    if stops and not reads:
-        raise BadInput(f"stop={request.stop!r} needs an engine that can read ids: make it with text_of")
-    _check(request, slot_length, kept, mixed)
-    tokens = [int(token) for token in request.tokens]
-    chosen = [False] * len(tokens) if request.chosen is None else [bool(x) for x in request.chosen]
-    job = Job(request, None if request.deadline is None else now + request.deadline, stops, tokens, chosen)
-    if request.begun is not None:
-        _go_on(job, request.begun)
-    return job
-
-
-def _go_on(job: Job, begun: Completion) -> None:
-    """Have the job begin with what an earlier request got; or `BadInput`."""
-    size, most = len(begun.tokens), job.request.max_tokens
-    if begun.finish_reason in ("stop", "length"):
-        raise BadInput(f"what was begun has ended as {begun.finish_reason!r}: nothing comes after it")
-    if not 1 <= size < most:
-        raise BadInput(f"what was begun has {size} tokens, but must have at least one and less than max_tokens={most}")
-    if {len(begun.logp_sampled), len(begun.version)} != {size}:
-        raise BadInput(
-            f"what was begun has {size} tokens, {len(begun.logp_sampled)} log-probabilities and "
-            f"{len(begun.version)} versions: give it as an engine gave it"
-        )
-    job.before = size
-    job.tokens += [int(token) for token in begun.tokens]
-    job.chosen += [True] * size
-    job.logp_sampled += [float(logp) for logp in begun.logp_sampled]
-    job.version += [int(version) for version in begun.version]
-
-
-def _check(request: Request, slot_length: int, kept: int, mixed: bool) -> None:
+    if stops and not has_detokenizer:
+        raise BadInput(f"stop={request.stop!r} needs an engine that can read ids: make it with detokenize")
     size = len(request.tokens)
     if size == 0:
         raise BadInput("a request needs at least one token to continue")
-    if request.max_tokens < 1 or size + request.max_tokens > slot_length:
+    if request.max_tokens < 1 or size + request.max_tokens > settings.slot_length:
         raise BadInput(
-            f"{size} tokens and max_tokens={request.max_tokens} must fit a slot of {slot_length}: "
+            f"{size} tokens and max_tokens={request.max_tokens} must fit a slot of {settings.slot_length}: "
             "shorten the request, or raise slot_length"
         )
     if request.budget is not None and request.budget < 1:
@@ -178,14 +200,41 @@ def _check(request: Request, slot_length: int, kept: int, mixed: bool) -> None:
         raise BadInput(f"temperature is {request.temperature}, but must be greater than 0; top_k=1 is greedy")
     if len(request.stop_ids) > MAX_STOPS:
         raise BadInput(f"{len(request.stop_ids)} stop ids, but at most {MAX_STOPS} are supported")
+    max_top_k = settings.max_recorded_top_k
     cuts = cuts_support(request)
-    if cuts and not (kept and 1 <= request.top_k <= kept):
+    if cuts and not (max_top_k and 1 <= request.top_k <= max_top_k):
         raise BadInput(
             f"top_k={request.top_k}, top_p={request.top_p}, min_p={request.min_p} cut the support, which training "
-            f"never does: take them out, or sample from an engine made with kept >= top_k (at most {MAX_KEPT})"
+            "never does: take them out, or sample from an engine with max_recorded_top_k >= top_k (at most "
+            f"{MAX_TOP_K})"
         )
-    if kept and not cuts and not mixed:
+    if max_top_k and not cuts and not settings.mixed:
         raise BadInput(
-            f"this engine draws from at most kept={kept} tokens, but the request wants full support, as all training "
-            "does: make the engine with kept=0 or mixed=True, or ask for a smaller top_k"
+            f"this engine samples from at most max_recorded_top_k={max_top_k} tokens, but the request wants full "
+            "support, as all training does: make the engine with max_recorded_top_k=0 or mixed=True, or ask for a "
+            "smaller top_k"
         )
+    tokens = [int(token) for token in request.tokens]
+    chosen = [False] * size if request.chosen is None else [bool(x) for x in request.chosen]
+    job = Job(request, None if request.deadline is None else now + request.deadline, stops, tokens, chosen)
+    partial = request.partial
+    if partial is not None:
+        count = len(partial.tokens)
+        if partial.finish_reason in ("stop", "length"):
+            raise BadInput(f"the partial completion has ended as {partial.finish_reason!r}: nothing comes after it")
+        if not 1 <= count < request.max_tokens:
+            raise BadInput(
+                f"the partial completion has {count} tokens, but must have at least one and less than "
+                f"max_tokens={request.max_tokens}"
+            )
+        if {len(partial.logp_sampled), len(partial.version)} != {count}:
+            raise BadInput(
+                f"the partial completion has {count} tokens, {len(partial.logp_sampled)} log-probabilities and "
+                f"{len(partial.version)} versions: give it as an engine gave it"
+            )
+        job.num_resumed = count
+        job.tokens += [int(token) for token in partial.tokens]
+        job.chosen += [True] * count
+        job.logp_sampled += [float(logp) for logp in partial.logp_sampled]
+        job.version += [int(version) for version in partial.version]
+    return job

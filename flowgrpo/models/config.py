@@ -1,8 +1,8 @@
-"""The shape of a decoder: numbers by axis letter, and what differs between the model families.
+"""The shape of a decoder: sizes by axis letter, and what differs between the model families.
 
-The families differ in few things: which projections carry a bias, how norms are applied, how positions
-are turned into angles, and which layers see a window only. Windows and angles are data, one entry a
-layer, so that all layers are alike and one scan runs over them.
+The families differ in few things: which projections have a bias, how norms are applied, how positions become rotary
+angles, and which layers have a sliding window. Windows and angles are data, one entry a layer, so that all layers are
+alike and one scan runs over them.
 """
 
 import math
@@ -15,7 +15,7 @@ from flowgrpo.types import BadInput
 
 @dataclass(frozen=True)
 class Rope:
-    """How positions become angles: base and, where the context was stretched, by which rule."""
+    """How positions become rotary angles: the base, and the rule by which the context was extended, if it was."""
 
     theta: float = 10_000.0
     kind: str = "default"  # or linear, llama3, yarn
@@ -31,7 +31,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that the decoder's arithmetic depends on."""
+    """Everything that the decoder's computation depends on."""
 
     v: int  # vocabulary
     d: int  # model
@@ -39,12 +39,12 @@ class DecoderConfig:
     k: int  # kv-heads
     e: int  # head-dim
     f: int  # ffn
-    windows: tuple[int | None, ...]  # one a layer; None sees everything
+    windows: tuple[int | None, ...]  # one a layer; None is full attention
     ropes: tuple[Rope, ...]  # one a layer
     activation: str = "silu"  # or gelu_tanh
     norm_eps: float = 1e-6
     norm_offset: float = 0.0  # added to a norm's scale: 1 in Gemma
-    sandwich_norms: bool = False  # norms after attention and ffn too: Gemma
+    sandwich_norms: bool = False  # norms after attention and ffn too: Gemma 2 and 3
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -58,14 +58,19 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """Say how many layers there are."""
+        """Number of layers."""
         return len(self.windows)
 
 
 def small_config(v: int, *, d: int = 64, layers: int = 2, head: int = 16, theta: float = 1000.0) -> DecoderConfig:
-    """A small decoder over `v` tokens, to be trained from nothing: heads of `head` dimensions, tied embeddings.
+    """A small decoder to train from scratch, with tied embeddings.
 
-    `theta`, the base of the rotary angles, fits contexts of a few hundred tokens.
+    Args:
+        v: Size of the vocabulary.
+        d: Model dimension.
+        layers: Number of layers.
+        head: Dimension of a head; there are `d / head` of them.
+        theta: Base of the rotary angles; the default suits contexts of a few hundred tokens.
     """
     return DecoderConfig(
         v=v,
@@ -82,7 +87,7 @@ def small_config(v: int, *, d: int = 64, layers: int = 2, head: int = 16, theta:
 
 
 def check_config(config: DecoderConfig) -> None:
-    """Raise `BadInput` for a shape that can't be."""
+    """Raise `BadInput` for an impossible shape."""
     sizes = {axis: getattr(config, axis) for axis in "vdhkef"} | {"number of layers": config.num_layers}
     for name, size in sizes.items():
         if size < 1:
@@ -95,9 +100,8 @@ def check_config(config: DecoderConfig) -> None:
         raise BadInput(f"there are {config.num_layers} windows but {len(config.ropes)} ropes: one of each a layer")
     for name in ("norm_eps", "embed_scale", "init_scale", "query_scale", "attention_softcap", "logit_softcap"):
         value = getattr(config, name)
-        if value is not None and not (
-            _is_number(value) and (value > 0 or (name in ("norm_eps", "init_scale") and value == 0))
-        ):
+        may_be_zero = name in ("norm_eps", "init_scale")
+        if value is not None and not (_is_number(value) and (value > 0 or (may_be_zero and value == 0))):
             raise BadInput(f"{name} is {value!r}, but must be a finite number above 0")
     for window in config.windows:
         if window is not None and (type(window) is not int or window < 1):
@@ -113,7 +117,7 @@ def _is_number(value: object) -> bool:
 
 
 def _check_rope(rope: Rope, e: int) -> None:
-    """Raise `BadInput` where positions would have no finite angles."""
+    """Raise `BadInput` for settings that give no finite angles."""
     for name in ("theta", "factor", "low_factor", "high_factor", "beta_fast", "beta_slow", "magnitude"):
         if not _is_number(value := getattr(rope, name)) or value <= 0:
             raise BadInput(f"rope_{name} is {value!r}, but must be a finite number above 0")
@@ -138,8 +142,8 @@ def _check_rope(rope: Rope, e: int) -> None:
 def rope_frequencies(rope: Rope, e: int) -> np.ndarray:
     """Angle per position for each pair of head dimensions -> [e / 2].
 
-    Rounded where transformers rounds, in the exponent, the power and its inverse: an angle is the product with the
-    position, so the last bit of a frequency moves log-probabilities by 3e-5 after a thousand tokens.
+    Rounded as in transformers, in the exponent, the power and its inverse: an angle is the product with the position,
+    so the last bit of a frequency changes log-probabilities by 3e-5 after a thousand tokens.
     """
     exponent = np.arange(0, e, 2, dtype=np.float32) / np.float32(e)
     frequency = (1 / (rope.theta ** exponent.astype(np.float64)).astype(np.float32)).astype(np.float64)
@@ -152,14 +156,14 @@ def rope_frequencies(rope: Rope, e: int) -> np.ndarray:
 
 
 def _llama3(rope: Rope, frequency: np.ndarray, e: int) -> np.ndarray:
-    """Long waves are stretched, short ones kept, those between are blended (Llama 3.1)."""
+    """Llama 3.1: low frequencies are divided by the factor, high ones are unchanged, and a blend in between."""
     turns = rope.original_length * frequency / (2 * math.pi)
     blend = np.clip((turns - rope.low_factor) / (rope.high_factor - rope.low_factor), 0.0, 1.0)
     return (1 - blend) * frequency / rope.factor + blend * frequency
 
 
 def _yarn(rope: Rope, frequency: np.ndarray, e: int) -> np.ndarray:
-    """Dimensions that turn often keep their angle, slow ones are stretched, a ramp between (Peng et al., 2023)."""
+    """YaRN (Peng et al., 2023): fast dimensions are unchanged, slow ones divided by the factor, a ramp in between."""
     low, high = (_yarn_dimension(rope, e, turns) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -169,14 +173,14 @@ def _yarn(rope: Rope, frequency: np.ndarray, e: int) -> np.ndarray:
 
 
 def _yarn_dimension(rope: Rope, e: int, turns: float) -> float:
-    """The dimension that makes `turns` turns over the original length."""
+    """The dimension that makes `turns` full rotations over the original length."""
     return e * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
 
 def yarn_magnitude(factor: float, mscale: float | None = None, mscale_all: float | None = None) -> float:
-    """The attention factor that goes with a stretch."""
+    """YaRN's attention factor for a context extended by `factor`."""
 
-    def grown(scale: float) -> float:
+    def attention_factor(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    return grown(mscale) / grown(mscale_all) if mscale and mscale_all else grown(1.0)
+    return attention_factor(mscale) / attention_factor(mscale_all) if mscale and mscale_all else attention_factor(1.0)

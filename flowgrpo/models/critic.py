@@ -1,14 +1,14 @@
-"""A critic: a decoder under a scalar head, which gives a value for each token's state.
+"""A critic: a decoder under a scalar head, which predicts the value of each token's state.
 
     value_s = hidden_s . w        w starts at zero, so every value does; float32 over a trunk of any dtype
 
-`Critic.apply` gives the value *after* each token, as `Policy.apply` gives the logits after it: there stand a cut
-trajectory's `last_value`, and the score of a scalar-head reward model. `before` makes of it the value *before* each
-token, as `logprobs` gives the log-probability: that is `Scores.value` and `Trajectories.value`. One must not stand for
-the other: a baseline that has seen its token biases the gradient.
+`Critic.apply` gives the value *after* each token, as `Policy.apply` gives the logits after it: that is `last_value` of
+a cut trajectory, and the score of a scalar-head reward model. `values_before` shifts it to the value *before* each
+token, as `logprobs` gives its log-probability: that is `Scores.value` and `Trajectories.value`. The two must not be
+confused: a baseline that has seen its token biases the gradient.
 
-Parameters are the decoder's flat dict without a matrix for logits, and `value` [d]. A head alone, `init_head`, may
-stand over the policy's own hidden states instead: `before(value_head(params, hidden), segments)`.
+Parameters are the decoder's flat dict without an unembedding, and `value` [d]. A head alone (`init_head`) can use the
+policy's hidden states instead: `values_before(value_head(params, hidden), segments)`.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +19,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from flowgrpo import masked
-from flowgrpo.contracts import Params
 from flowgrpo.models.attention import PRECISE
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import Parameter, make_policy, parameters
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, Params
 
 HEAD = "value"
 
@@ -37,7 +36,7 @@ class Critic(NamedTuple):
 
 
 def make_critic(config: DecoderConfig, *, dtype=jnp.float32, remat: bool = False) -> Critic:
-    """A critic over a decoder of this shape; `dtype` is that of the trunk."""
+    """A critic with a decoder of this shape as its trunk, which computes in `dtype`."""
     policy = make_policy(trunk_config(config), dtype=dtype, remat=remat)
 
     def trunk_of(params: Params) -> Params:
@@ -56,22 +55,22 @@ def make_critic(config: DecoderConfig, *, dtype=jnp.float32, remat: bool = False
 
 
 def trunk_config(config: DecoderConfig) -> DecoderConfig:
-    """Tie a decoder's embeddings for a trunk: the config declares no matrix for logits, and the trunk computes none."""
+    """The config of a decoder without an unembedding: tied embeddings, since a trunk computes no logits."""
     return replace(config, tied=True)
 
 
 def critic_parameters(config: DecoderConfig) -> dict[str, Parameter]:
-    """Every parameter of a critic by name, with its axes."""
+    """Shape and initialiser of every parameter of a critic, by name."""
     return parameters(trunk_config(config)) | {HEAD: Parameter("d")}
 
 
 def init_head(config: DecoderConfig) -> Params:
-    """A head that values everything at zero."""
+    """A value head whose values are all 0."""
     return {HEAD: jnp.zeros(config.d, jnp.float32)}
 
 
-def from_policy(params: Mapping[str, Array], config: DecoderConfig) -> Params:
-    """Parameters of a critic whose trunk starts as a decoder's: copies, so that either may be donated."""
+def critic_from_policy(params: Mapping[str, Array], config: DecoderConfig) -> Params:
+    """Parameters of a critic whose trunk starts as a copy of a decoder; being a copy, either may be donated."""
     trunk = parameters(trunk_config(config))
     missing = [name for name in trunk if not isinstance(params, Mapping) or name not in params]
     if missing:
@@ -83,11 +82,11 @@ def from_policy(params: Mapping[str, Array], config: DecoderConfig) -> Params:
 
 
 def value_head(params: Params, hidden: Array) -> Array:
-    """Values from hidden states, in float32: [... d] -> [...]."""
+    """Values of hidden states, in float32: [... d] -> [...]."""
     return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), params[HEAD].astype(jnp.float32), precision=PRECISE)
 
 
-def before(value_rs: Array, segments_rs: Array) -> Array:
-    """The value before each token, from those after each; the first of a segment and padding have 0."""
+def values_before(value_rs: Array, segments_rs: Array) -> Array:
+    """The value before each token, from the values after each; 0 for padding and the first token of a segment."""
     follows_rs = (segments_rs[:, 1:] == segments_rs[:, :-1]) & (segments_rs[:, 1:] > 0)
     return jnp.pad(masked.fill(value_rs[:, :-1], follows_rs), ((0, 0), (1, 0)))

@@ -2,10 +2,10 @@
 
     softmax(cap(scale q k^T), under `attention.visible`) v
 
-Keys and values are read where they lie, in the cache of all layers, and of each row only as far as it is filled and its
-token sees. The slots are divided at fixed places, so that few rows keep a whole GPU busy: a program mixes the values of
-one part for the heads that share it, and a second kernel puts the parts together. Neither the places nor the order of a
-sum depend on other rows or on how far they are filled (E3).
+Keys and values are read in place, from the cache of all layers, and only those slots of a row that are filled and
+visible to its token. The slots are split into parts at fixed places, so that few rows keep a whole GPU busy: a program
+attends to one part for the heads that share it, and a second kernel combines the parts. Neither the places nor the
+order of a sum depend on other rows or on how far they are filled (E3).
 """
 
 from functools import partial
@@ -16,76 +16,81 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from flowgrpo.models.attention import LOWEST, Sight, Slots, scale_of
+from flowgrpo.models.attention import LOWEST, LayerCache, MaskSpec, attention_scale
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.flash_attention import LARGEST, NARROWEST, KernelSettings, add_block, finish, nothing_yet, sees
+from flowgrpo.models.flash_attention import (
+    LARGEST,
+    MIN_HEAD_DIM,
+    KernelSettings,
+    add_block,
+    block_mask,
+    empty_softmax,
+    finish,
+)
 
-BLOCK = 64  # slots that are multiplied at once; a cache is a whole number of them
-BLOCKS = 4  # of a part, which one program goes through
-HEADS = 16  # queries that a GPU multiplies at least; fewer that share keys are filled up
+BLOCK = 64  # slots that are multiplied at once; a cache must be a whole number of blocks
+PART_BLOCKS = 4  # blocks of a part, which one program attends to
+MIN_QUERIES = 16  # of a matrix product on a GPU; fewer queries that share keys are padded
 
 
-def takes(q: Array, k: Array) -> bool:
-    """Say whether the kernel is for these queries [r h s e] and keys of a cache [n r k c e]."""
+def supports(q: Array, k: Array) -> bool:
+    """Whether the kernel supports these queries [r h s e] and keys of a cache [n r k c e]."""
     length, e = q.shape[2:]
-    whole = k.shape[3] % BLOCK == 0 and e >= NARROWEST and e & (e - 1) == 0
-    return length == 1 and whole and q.dtype in (jnp.bfloat16, jnp.float16)
+    shape_fits = k.shape[3] % BLOCK == 0 and e >= MIN_HEAD_DIM and e & (e - 1) == 0
+    return length == 1 and shape_fits and q.dtype in (jnp.bfloat16, jnp.float16)
 
 
-def attend_slots(
-    q: Array, slots: Slots, sight: Sight, config: DecoderConfig, *, interpret: bool = False, block: int = BLOCK
+def flash_decode(
+    q: Array, cache: LayerCache, mask: MaskSpec, config: DecoderConfig, *, interpret: bool = False, block: int = BLOCK
 ) -> Array:
-    """Attend like `attention.attend_cache`, with one query a row: [r h 1 e] -> [r h 1 e].
+    """`attention.attend_cache` with one query a row: [r h 1 e] -> [r h 1 e].
 
-    Slots that are not filled count as zeros, whatever they hold. `interpret` runs the kernels on any machine; a `block`
-    is of so many slots.
+    Slots that are not filled are read as zeros, whatever they contain. `interpret` runs the kernels on any machine;
+    `block` is the number of slots of a block.
     """
-    settings = KernelSettings(block, scale_of(config), config.attention_softcap, interpret)
+    settings = KernelSettings(block, attention_scale(config), config.attention_softcap, interpret)
     rows, heads, _, e = q.shape
     q = q.reshape(rows, config.k, heads // config.k, e)
-    mixed, weight = _mix_parts(q, slots, sight, settings)
-    return _combine_parts(mixed, weight, slots.filled, q, settings).reshape(rows, heads, 1, e)
+    mixed, logsumexp = _attend_parts(q, cache, mask, settings)
+    return _combine_parts(mixed, logsumexp, cache.filled, q, settings).reshape(rows, heads, 1, e)
 
 
-def _mix_parts(q: Array, slots: Slots, sight: Sight, settings: KernelSettings) -> tuple[Array, Array]:
-    """The mean of the values of each part [r k parts g e], and the logarithm of its sum over the keys [r k parts g].
+def _attend_parts(q: Array, cache: LayerCache, mask: MaskSpec, settings: KernelSettings) -> tuple[Array, Array]:
+    """The mean of the values of each part [r k parts g e], and its logsumexp to base 2 [r k parts g].
 
-    Parts are filled up to a power of two; those that are not filled with slots are not written.
+    The number of parts is padded to a power of two; parts without filled slots are not written.
     """
-    (rows, heads, group, e), size = q.shape, settings.block * BLOCKS
-    parts = -(-slots.k.shape[3] // size)
-    wide = max(HEADS, _power(group))
-    row, whole = pl.BlockSpec((1,), lambda _, __, r: (r,)), pl.BlockSpec(memory_space=pl.ANY)
-    one, line = pl.BlockSpec((1,), lambda *_: (0,)), pl.BlockSpec((None, size), lambda i, _, r: (r, i))
-    shape = (rows, heads, _power(parts), group)
+    (rows, heads, group, e), size = q.shape, settings.block * PART_BLOCKS
+    parts = -(-cache.k.shape[3] // size)
+    queries = max(MIN_QUERIES, _power_of_two(group))
+    per_row, whole_cache = pl.BlockSpec((1,), lambda _, __, r: (r,)), pl.BlockSpec(memory_space=pl.ANY)
+    scalar, part_of_row = pl.BlockSpec((1,), lambda *_: (0,)), pl.BlockSpec((None, size), lambda i, _, r: (r, i))
+    query_block = pl.BlockSpec((None, None, queries, e), lambda _, h, r: (r, h, 0, 0))
+    shape = (rows, heads, _power_of_two(parts), group)
     return settings.launch(
         partial(_part_kernel, group=group),
         "decode_parts",
         e,
         grid=(parts, heads, rows),
-        in_specs=[one, one, row, row, row, line, line, _heads_of_row(wide, e), whole, whole],
+        in_specs=[scalar, scalar, *[per_row] * 3, *[part_of_row] * 2, query_block, whole_cache, whole_cache],
         out_specs=[
-            pl.BlockSpec((None, None, None, wide, e), lambda i, h, r: (r, h, i, 0, 0)),
-            pl.BlockSpec((None, None, None, wide), lambda i, h, r: (r, h, i, 0)),
+            pl.BlockSpec((None, None, None, queries, e), lambda i, h, r: (r, h, i, 0, 0)),
+            pl.BlockSpec((None, None, None, queries), lambda i, h, r: (r, h, i, 0)),
         ],
         out_shape=[jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*shape, e), shape)],
     )(
-        *(jnp.asarray(x, jnp.int32).reshape(1) for x in (slots.index, sight.window)),
-        *(x.reshape(rows) for x in (slots.filled, sight.q_position, sight.q_segment)),
-        sight.k_position,
-        sight.k_segment,
+        *(jnp.asarray(x, jnp.int32).reshape(1) for x in (cache.index, mask.window)),
+        *(x.reshape(rows) for x in (cache.filled, mask.q_position, mask.q_segment)),
+        mask.k_position,
+        mask.k_segment,
         q,
-        slots.k,
-        slots.v,
+        cache.k,
+        cache.v,
     )
 
 
-def _heads_of_row(wide: int, e: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, None, wide, e), lambda _, h, r: (r, h, 0, 0))
-
-
-def _combine_parts(mixed: Array, weight: Array, filled: Array, q: Array, settings: KernelSettings) -> Array:
-    """The mean over all parts, in the shape and type of the queries."""
+def _combine_parts(mixed: Array, logsumexp: Array, filled: Array, q: Array, settings: KernelSettings) -> Array:
+    """The mean over all parts, in the shape and dtype of the queries."""
     (rows, heads, group, e), parts = q.shape, mixed.shape[2]
     return settings.launch(
         _combine_kernel,
@@ -99,11 +104,11 @@ def _combine_parts(mixed: Array, weight: Array, filled: Array, q: Array, setting
         ],
         out_specs=pl.BlockSpec((None, None, None, e), lambda g, h, r: (r, h, g, 0)),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    )(filled, mixed, weight)
+    )(filled, mixed, logsumexp)
 
 
-def _power(x: int) -> int:
-    """The power of two that is not smaller."""
+def _power_of_two(x: int) -> int:
+    """The smallest power of two that is not less than `x`."""
     return 1 << (x - 1).bit_length()
 
 
@@ -122,46 +127,46 @@ def _part_kernel(
     k,
     v,
     mixed,
-    weight,
+    logsumexp,
     *,
     settings: KernelSettings,
     group: int,
 ):
-    """The queries of a row that share keys over the blocks of one part that they see, with a running softmax."""
+    """Attention of the queries of a row that share keys to the visible blocks of one part, with a running softmax."""
     part, head, row = (pl.program_id(axis) for axis in range(3))
     size = settings.block
-    before, own = part * size * BLOCKS, (q_position[...], q_segment[...])
+    before, q_mask = part * size * PART_BLOCKS, (q_position[...], q_segment[...])  # slots before this part
     is_query = jnp.arange(q.shape[0]) < group
     queries = triton.load(q, mask=jnp.broadcast_to(is_query[:, None], q.shape), other=0)
 
-    def look(start, count: int) -> tuple[Array, Array]:
-        """Tell which of so many slots are filled, and which are seen."""
+    def slot_masks(start, count: int) -> tuple[Array, Array]:
+        """Which of `count` slots are filled, and which are seen."""
         at, is_filled = pl.ds(start, count), before + start + jnp.arange(count) < filled[0]
         position, segment = (triton.load(x.at[at], mask=is_filled, other=0) for x in (k_position, k_segment))
-        return is_filled, sees(own, (position, segment, segment), window[0])
+        return is_filled, block_mask(q_mask, (position, segment, segment), window[0])
 
     def step(block, running):
-        is_filled, seen = look(block * size, size)
-        where = index[0], row, head, pl.ds(before + block * size, size), slice(None)
-        kept = jnp.broadcast_to(is_filled[:, None], (size, q.shape[1]))
-        keys, values = (triton.load(x.at[where], mask=kept, other=0).astype(queries.dtype) for x in (k, v))
-        return add_block(running, seen, queries, keys, values, settings)
+        is_filled, mask = slot_masks(block * size, size)
+        at = index[0], row, head, pl.ds(before + block * size, size), slice(None)
+        loaded = jnp.broadcast_to(is_filled[:, None], (size, q.shape[1]))
+        keys, values = (triton.load(x.at[at], mask=loaded, other=0).astype(queries.dtype) for x in (k, v))
+        return add_block(running, mask, queries, keys, values, settings)
 
-    # Windows and other segments leave blocks at either end that nothing is seen of.
-    seen, number = look(0, size * BLOCKS)[1], jnp.arange(size * BLOCKS)[None]
-    first, end = jnp.where(seen, number, LARGEST).min(), jnp.where(seen, number + 1, 0).max()
-    running = jax.lax.fori_loop(first // size, (end + size - 1) // size, step, nothing_yet(queries))
-    out_of_part, sum_of_part = finish(running)
-    kept = is_query & (before < filled[0])
-    triton.store(mixed, out_of_part, mask=jnp.broadcast_to(kept[:, None], mixed.shape))
-    triton.store(weight, sum_of_part, mask=kept)
+    # Because of windows and other segments, blocks at either end may be masked out entirely.
+    mask, number = slot_masks(0, size * PART_BLOCKS)[1], jnp.arange(size * PART_BLOCKS)[None]
+    first, end = jnp.where(mask, number, LARGEST).min(), jnp.where(mask, number + 1, 0).max()
+    running = jax.lax.fori_loop(first // size, (end + size - 1) // size, step, empty_softmax(queries))
+    part_mean, part_logsumexp = finish(running)
+    stored = is_query & (before < filled[0])
+    triton.store(mixed, part_mean, mask=jnp.broadcast_to(stored[:, None], mixed.shape))
+    triton.store(logsumexp, part_logsumexp, mask=stored)
 
 
-def _combine_kernel(filled, mixed, weight, out, *, settings: KernelSettings):
-    """The parts of one query; one of which nothing is seen counts for nothing."""
+def _combine_kernel(filled, mixed, logsumexp, out, *, settings: KernelSettings):
+    """Combine the parts of one query; a part of which nothing is seen has no weight."""
     parts, e = mixed.shape
-    written = jnp.arange(parts) * (settings.block * BLOCKS) < filled[0]
-    logarithm = triton.load(weight, mask=written, other=LOWEST)
+    written = jnp.arange(parts) * (settings.block * PART_BLOCKS) < filled[0]
+    part_logsumexp = triton.load(logsumexp, mask=written, other=LOWEST)
     values = triton.load(mixed, mask=jnp.broadcast_to(written[:, None], (parts, e)), other=0)
-    share = jnp.exp2(logarithm - logarithm.max())
-    out[...] = ((share[:, None] * values).sum(axis=0) / share.sum()).astype(out.dtype)
+    weight = jnp.exp2(part_logsumexp - part_logsumexp.max())
+    out[...] = ((weight[:, None] * values).sum(axis=0) / weight.sum()).astype(out.dtype)

@@ -1,4 +1,4 @@
-"""Whether a model fits into the memory that is free, and what would, before any of it is read."""
+"""Whether a model fits into free memory, checked before it is read, and which smaller form would."""
 
 import os
 from math import prod
@@ -12,20 +12,22 @@ from flowgrpo.models.decoder import matrices, parameters, shape_of
 from flowgrpo.models.quantised import INT8, NF4
 from flowgrpo.types import BadInput
 
-BYTES = {INT8: 1.0, NF4: 0.5 + 4 / 64}  # of an entry of a quantised matrix, with its part of a scale
+BYTES = {INT8: 1.0, NF4: 0.5 + 4 / 64}  # per entry of a quantised matrix, with its part of a scale
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def parameter_bytes(config: DecoderConfig, dtype: np.dtype, quantised: str | None = None) -> int:
-    """Bytes of all parameters, the matrices of the layers quantised where that is asked for."""
-    coded = matrices(config) if quantised else {}
-    sizes = {name: prod(shape_of(parameter, config)) for name, parameter in parameters(config).items()}
-    each = {name: BYTES[quantised] if quantised and name in coded else dtype.itemsize for name in sizes}
-    return int(sum(size * each[name] for name, size in sizes.items()))
+    """Bytes of all parameters, with the matrices of the layers quantised as `quantised`, if it is not None."""
+    quantised_names = matrices(config) if quantised else {}
+    total = 0.0
+    for name, parameter in parameters(config).items():
+        bytes_per_entry = BYTES[quantised] if quantised and name in quantised_names else dtype.itemsize
+        total += prod(shape_of(parameter, config)) * bytes_per_entry
+    return int(total)
 
 
 def free_bytes() -> int | None:
-    """Memory that is free where arrays go by default, on the host or a device; None where nobody says."""
+    """Free memory on the default device, or of the host if that is a CPU; None if unknown."""
     device = jax.config.jax_default_device or jax.local_devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
     if getattr(device, "platform", "cpu") == "cpu":
         return host_free_bytes()
@@ -35,7 +37,7 @@ def free_bytes() -> int | None:
 
 
 def host_free_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int | None:
-    """What the system says is available, and no more than the container's limit leaves."""
+    """Memory that the system reports as available, and at most what the container's limit leaves; None if unknown."""
     try:
         lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
@@ -53,7 +55,7 @@ def host_free_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP
 
 
 def check_room(path: Path, config: DecoderConfig, dtype: np.dtype, quantised: str | None = None) -> None:
-    """Raise `BadInput`, which says what would fit, where the parameters take more memory than is free."""
+    """Raise `BadInput` if the parameters take more memory than is free; it names a form that would fit."""
     needed, free = parameter_bytes(config, dtype, quantised), free_bytes()
     if free is None or needed <= free:
         return
@@ -61,15 +63,17 @@ def check_room(path: Path, config: DecoderConfig, dtype: np.dtype, quantised: st
     if dtype.itemsize > 2:
         smaller.append(("dtype bfloat16", parameter_bytes(config, np.dtype(jax.numpy.bfloat16), quantised)))
     if quantised is None:
-        two = np.dtype(jax.numpy.bfloat16)
+        bfloat16 = np.dtype(jax.numpy.bfloat16)
         smaller += [
-            (f"bfloat16 with its layers quantised to {kind}", parameter_bytes(config, two, kind)) for kind in BYTES
+            (f"bfloat16 with its layers quantised to {kind}", parameter_bytes(config, bfloat16, kind)) for kind in BYTES
         ]
-    fits = next((f"{what} ({_giga(size)})" for what, size in smaller if size <= free), None)
+
+    def gigabytes(size: float) -> str:
+        return f"{size / 1e9:.3g} GB"
+
+    fits = next((f"{form} ({gigabytes(size)})" for form, size in smaller if size <= free), None)
     fix = f"load it in {fits}" if fits else f"take a model of at most {free / 2e9:.2g} billion parameters, in bfloat16"
-    what = f"in {dtype.name}" + (f" and {quantised}" if quantised else "")
-    raise BadInput(f"{path}: its parameters take {_giga(needed)} {what}, and {_giga(free)} of memory are free: {fix}")
-
-
-def _giga(size: float) -> str:
-    return f"{size / 1e9:.3g} GB"
+    form = f"in {dtype.name}" + (f" and {quantised}" if quantised else "")
+    raise BadInput(
+        f"{path}: its parameters take {gigabytes(needed)} {form}, and {gigabytes(free)} of memory are free: {fix}"
+    )

@@ -1,12 +1,12 @@
-"""How GGUF, the format of llama.cpp, calls what a Hugging Face folder holds, in both directions.
+"""Conversion between GGUF, the format of llama.cpp, and the contents of a Hugging Face folder.
 
-    config.json  <-> metadata          from_metadata, to_metadata
+    metadata     <-> config.json       from_metadata, to_metadata
     tensor names <-> tensor names      tensor_names
     values       <-> values            from_gguf, to_gguf
 
-Values differ in two places. llama.cpp turns the neighbours (2 i, 2 i + 1) of a llama's heads where Hugging Face turns
-(i, i + e / 2), so that the rows of q and k stand in another order; and Gemma's norms are stored as the factor, 1 + w.
-`hf` reads a file through `read_source` and `find_tensors`, as if it were a folder.
+Values differ in two places. llama.cpp rotates neighbours (2 i, 2 i + 1) of a llama's heads, and Hugging Face rotates
+(i, i + e / 2), so the rows of q and k are in another order; and Gemma's norms are stored as the factor, 1 + w. `hf`
+reads a file through `read_gguf_config` and `find_tensors`, as if it were a folder.
 """
 
 import math
@@ -32,8 +32,8 @@ MODEL_TYPES: Mapping[str, str] = {  # general.architecture -> model_type
     "gemma3": "gemma3_text",
 }
 ARCHITECTURES: Mapping[str, str] = {kind: name for name, kind in MODEL_TYPES.items()} | {"mistral": "llama"}
-PERMUTED = frozenset(("q", "k", "q_bias", "k_bias"))  # of a llama
-ROPE_FACTORS = "rope_freqs.weight"  # what divides the angle of each pair of dimensions: Llama 3's rule
+PERMUTED = frozenset(("q", "k", "q_bias", "k_bias"))  # parameters of a llama whose rows are in another order
+ROPE_FACTORS = "rope_freqs.weight"  # divisor of the angle of each pair of dimensions: Llama 3's rule
 
 _LAYER = "blk.{n}."
 NAMES: Mapping[str, str] = {  # parameter -> tensor
@@ -64,7 +64,7 @@ NAMES: Mapping[str, str] = {  # parameter -> tensor
 
 
 def tensor_names(config: DecoderConfig) -> dict[str, str]:
-    """The tensor of each parameter, as GGUF calls it; `{n}` in its name stands for the layer."""
+    """The name of each parameter's tensor in GGUF; `{n}` in it is the layer."""
     return {name: NAMES[name] for name in parameters(config)}
 
 
@@ -72,32 +72,32 @@ def tensor_names(config: DecoderConfig) -> dict[str, str]:
 
 
 class FileTensor(NamedTuple):
-    """A tensor of a file as a Hugging Face folder would hold it."""
+    """A tensor of a GGUF file, read as a Hugging Face folder would hold it."""
 
-    stored: GGUFTensor
+    tensor: GGUFTensor
     parameter: str
     config: DecoderConfig
     architecture: str
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows first."""
-        return self.stored.shape
+        """Shape, rows first."""
+        return self.tensor.shape
 
     @property
     def dtype(self) -> str:
-        """What `read` gives, as safetensors calls it."""
+        """Dtype that `read` returns, as safetensors names it."""
         return "F32"
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """The tensor, or these entries of its first axis; `BadInput` where one is no finite number."""
-        if self.architecture == "llama" and self.parameter in PERMUTED:  # whose rows come from all over a head
-            return from_gguf(self.stored.read(), self.parameter, self.config, self.architecture)[start:stop]
-        return from_gguf(self.stored.read(start, stop), self.parameter, self.config, self.architecture)
+        """Read the tensor, or entries `start` to `stop` of its first axis; raises `BadInput` for NaN and infinity."""
+        if self.architecture == "llama" and self.parameter in PERMUTED:  # any of its rows may come from all over a head
+            return from_gguf(self.tensor.read(), self.parameter, self.config, self.architecture)[start:stop]
+        return from_gguf(self.tensor.read(start, stop), self.parameter, self.config, self.architecture)
 
 
-def read_source(file: GGUFFile) -> families.Source:
-    """The config.json that a file stands for."""
+def read_gguf_config(file: GGUFFile) -> families.ConfigJSON:
+    """The config.json that corresponds to a GGUF file's metadata."""
     factors = file.tensors.get(ROPE_FACTORS)
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     try:
@@ -107,9 +107,9 @@ def read_source(file: GGUFFile) -> families.Source:
 
 
 def find_tensors(file: GGUFFile, config: DecoderConfig) -> dict[str, FileTensor]:
-    """Every tensor by the name that it has in a folder; `BadInput` for those that the model's shape doesn't ask for."""
+    """Every tensor by its name in a Hugging Face folder; raises `BadInput` unless they are those of this shape."""
     architecture = str(file.metadata.get("general.architecture"))
-    in_folder, names = families.tensors_of(config), tensor_names(config)
+    in_folder, names = families.checkpoint_tensors(config), tensor_names(config)
     slots = {}
     for parameter, name in names.items():
         layers = range(config.num_layers) if "{n}" in name else [None]
@@ -133,7 +133,7 @@ def is_shifted(parameter: str, config: DecoderConfig) -> bool:
 
 
 def from_gguf(array: np.ndarray, parameter: str, config: DecoderConfig, architecture: str) -> np.ndarray:
-    """A whole tensor, dequantised, as it stands in a Hugging Face file."""
+    """A whole tensor, dequantised, as it is in a Hugging Face file."""
     if is_shifted(parameter, config):
         return array - np.asarray(config.norm_offset, array.dtype)
     if architecture == "llama" and parameter in PERMUTED:
@@ -142,7 +142,7 @@ def from_gguf(array: np.ndarray, parameter: str, config: DecoderConfig, architec
 
 
 def to_gguf(array: np.ndarray, parameter: str, config: DecoderConfig, architecture: str) -> np.ndarray:
-    """The inverse of `from_gguf`; shifted norms are computed in float32, so hand those over in it."""
+    """The inverse of `from_gguf`; norms that are stored as 1 + w must be given in float32."""
     if is_shifted(parameter, config):
         return array + np.asarray(config.norm_offset, array.dtype)
     if architecture == "llama" and parameter in PERMUTED:
@@ -155,9 +155,9 @@ def to_gguf(array: np.ndarray, parameter: str, config: DecoderConfig, architectu
 
 def from_metadata(
     metadata: Metadata, shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None = None
-) -> families.Source:
-    """The config.json that goes with a file's metadata, the shapes of its tensors (rows first) and its rope factors."""
-    name = str(metadata.get("general.architecture"))
+) -> families.ConfigJSON:
+    """The config.json of a file, from its metadata, the shapes of its tensors (rows first) and its rope factors."""
+    name = str(metadata.get("general.architecture"))  # the prefix of its keys
     if name not in MODEL_TYPES:
         raise BadInput(
             f"general.architecture is {name!r}, which is not supported; supported are {', '.join(MODEL_TYPES)}"
@@ -170,8 +170,14 @@ def from_metadata(
         return value
 
     d, heads, layers = field("embedding_length"), field("attention.head_count"), field("block_count")
-    e = field("attention.key_length", None) or _divide(d, heads, name)
-    source: families.Source = {
+    e = field("attention.key_length", None)
+    if not e:
+        if not isinstance(heads, int) or not isinstance(d, int) or heads < 1 or d % heads:
+            raise BadInput(
+                f"{name}.attention.head_count is {heads!r}, which does not divide {name}.embedding_length {d!r}"
+            )
+        e = d // heads
+    source: families.ConfigJSON = {
         "model_type": MODEL_TYPES[name],
         "vocab_size": shapes.get(NAMES["embed"], (field("vocab_size", None),))[0],
         "hidden_size": d,
@@ -184,9 +190,9 @@ def from_metadata(
         "rms_norm_eps": field("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": NAMES["unembed"] not in shapes,
     }
-    for key, own in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
-        if (i := metadata.get(f"tokenizer.ggml.{own}_token_id")) is not None:
-            source[key] = i
+    for key, gguf_key in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
+        if (token_id := metadata.get(f"tokenizer.ggml.{gguf_key}_token_id")) is not None:
+            source[key] = token_id
     if source["vocab_size"] is None:
         raise BadInput(f"{NAMES['embed']} is missing among its tensors: convert the model again")
     if field("attention.value_length", e) != e:
@@ -205,8 +211,8 @@ def from_metadata(
         source["hidden_activation"] = "gelu_pytorch_tanh"
     window = field("attention.sliding_window", None)
     if name in ("gemma2", "gemma3"):
-        big = (name, layers) in ((("gemma2", 46)), ("gemma3", 62))  # 27B, whose query scale no key says
-        source["query_pre_attn_scalar"] = d / heads if big else e
+        is_27b = (name, layers) in ((("gemma2", 46)), ("gemma3", 62))  # whose query scale is in no key
+        source["query_pre_attn_scalar"] = d / heads if is_27b else e
         source["sliding_window"] = window
         source["layer_types"] = _layer_types(
             field("attention.sliding_window_pattern", 2 if name == "gemma2" else 6), layers
@@ -216,22 +222,23 @@ def from_metadata(
     elif window and name == "llama":
         source["model_type"], source["sliding_window"] = "mistral", window
     if name == "gemma3":
-        near = {"rope_type": "default", "rope_theta": field("rope.freq_base_swa", 10000.0)}
-        source["rope_parameters"] = {"full_attention": rope, "sliding_attention": near}
+        sliding_rope = {"rope_type": "default", "rope_theta": field("rope.freq_base_swa", 10000.0)}
+        source["rope_parameters"] = {"full_attention": rope, "sliding_attention": sliding_rope}
     else:
         source["rope_parameters"] = rope
     return source
 
 
 def to_metadata(source: Mapping[str, Any], config: DecoderConfig, context_length: int) -> dict[str, Any]:
-    """What llama.cpp reads of a model's shape: whole numbers are uint32 there, others float32.
+    """The metadata of a model's shape that llama.cpp reads: integers are uint32 there, other numbers float32.
 
-    `general.architecture` comes first. The tensor of `rope_factors` goes with it where that is not None.
+    `general.architecture` comes first. The file also needs the tensor `rope_factors`, unless that is None.
     """
-    kind = str(source.get("model_type"))
-    name = ARCHITECTURES[kind]
+    model_type = str(source.get("model_type"))
+    name = ARCHITECTURES[model_type]
     windows, ropes = {window for window in config.windows if window is not None}, set(config.ropes)
-    far = next((r for r, window in zip(config.ropes, config.windows, strict=True) if window is None), config.ropes[0])
+    layers = list(zip(config.ropes, config.windows, strict=True))
+    full_rope = next((rope for rope, window in layers if window is None), config.ropes[0])
     metadata: dict[str, Any] = {
         "general.architecture": name,
         f"{name}.vocab_size": config.v,
@@ -245,18 +252,20 @@ def to_metadata(source: Mapping[str, Any], config: DecoderConfig, context_length
         f"{name}.attention.value_length": config.e,
         f"{name}.attention.layer_norm_rms_epsilon": float(config.norm_eps),
         f"{name}.rope.dimension_count": config.e,
-        f"{name}.rope.freq_base": float(far.theta),
+        f"{name}.rope.freq_base": float(full_rope.theta),
     }
-    if far.kind in ("linear", "yarn"):
-        metadata[f"{name}.rope.scaling.type"] = far.kind
-        metadata[f"{name}.rope.scaling.factor"] = float(far.factor)
-    if far.kind == "yarn":
-        metadata[f"{name}.rope.scaling.original_context_length"] = far.original_length
-        metadata[f"{name}.rope.scaling.yarn_beta_fast"] = float(far.beta_fast)
-        metadata[f"{name}.rope.scaling.yarn_beta_slow"] = float(far.beta_slow)
+    if full_rope.kind in ("linear", "yarn"):
+        metadata[f"{name}.rope.scaling.type"] = full_rope.kind
+        metadata[f"{name}.rope.scaling.factor"] = float(full_rope.factor)
+    if full_rope.kind == "yarn":
+        metadata[f"{name}.rope.scaling.original_context_length"] = full_rope.original_length
+        metadata[f"{name}.rope.scaling.yarn_beta_fast"] = float(full_rope.beta_fast)
+        metadata[f"{name}.rope.scaling.yarn_beta_slow"] = float(full_rope.beta_slow)
     if windows:
         if len(windows) > 1:
-            raise BadInput(f"layers with windows of {sorted(windows)} tokens can't be told in GGUF")
+            raise BadInput(
+                f"layers with windows of {sorted(windows)} tokens have no form in GGUF, which has one window"
+            )
         metadata[f"{name}.attention.sliding_window"] = next(iter(windows))
     if name in ("gemma2", "gemma3"):
         pattern = 2 if name == "gemma2" else 6
@@ -266,12 +275,12 @@ def to_metadata(source: Mapping[str, Any], config: DecoderConfig, context_length
                 f"llama.cpp lets every layer but each {pattern}th of {name} see a window, and this model doesn't"
             )
         metadata[f"{name}.attention.sliding_window_pattern"] = pattern
-    elif len(ropes) > 1 or (windows and kind != "mistral"):
+    elif len(ropes) > 1 or (windows and model_type != "mistral"):
         raise BadInput(f"{name} has one kind of layer in GGUF, and this model has several")
     if name == "gemma3":
-        near = next((r for r, window in zip(config.ropes, config.windows, strict=True) if window), None)
-        if near is not None:
-            metadata[f"{name}.rope.freq_base_swa"] = float(near.theta)
+        sliding_rope = next((rope for rope, window in layers if window), None)
+        if sliding_rope is not None:
+            metadata[f"{name}.rope.freq_base_swa"] = float(sliding_rope.theta)
     if config.attention_softcap:
         metadata[f"{name}.attn_logit_softcapping"] = float(config.attention_softcap)
     if config.logit_softcap:
@@ -279,26 +288,22 @@ def to_metadata(source: Mapping[str, Any], config: DecoderConfig, context_length
     return metadata
 
 
-def _divide(d: int, heads: int, name: str) -> int:
-    if not isinstance(heads, int) or not isinstance(d, int) or heads < 1 or d % heads:
-        raise BadInput(f"{name}.attention.head_count is {heads!r}, which does not divide {name}.embedding_length {d!r}")
-    return d // heads
-
-
 def _layer_types(pattern: int | Collection[bool], layers: int) -> list[str]:
-    """What each layer sees: every one a window but each `pattern`th, or as the list says, true for a window."""
+    """The type of each layer: every `pattern`th has full attention; or a list that is true for sliding layers."""
     if isinstance(pattern, int):
-        near = [bool(pattern) and (i + 1) % pattern != 0 for i in range(layers)]
+        is_sliding = [bool(pattern) and (i + 1) % pattern != 0 for i in range(layers)]
     else:
-        near = list(pattern)
-    return ["sliding_attention" if is_near else "full_attention" for is_near in near]
+        is_sliding = list(pattern)
+    return ["sliding_attention" if sliding else "full_attention" for sliding in is_sliding]
 
 
 # Rotary positions ---------------------------------------------------------------------------------------
 
 
-def _rope_source(metadata: Metadata, name: str, source: families.Source, factors: np.ndarray | None) -> dict[str, Any]:
-    """`rope_parameters` of the layers that see everything."""
+def _rope_source(
+    metadata: Metadata, name: str, source: families.ConfigJSON, factors: np.ndarray | None
+) -> dict[str, Any]:
+    """`rope_parameters` of the layers with full attention."""
 
     def field(key: str, default: Any = None) -> Any:
         return metadata.get(f"{name}.rope.{key}", default)
@@ -307,7 +312,7 @@ def _rope_source(metadata: Metadata, name: str, source: families.Source, factors
     kind, e = field("scaling.type", "none"), source["head_dim"]
     if field("dimension_count", e) != e:
         raise BadInput(
-            f"{name}.rope.dimension_count is {field('dimension_count')}, but the decoder turns whole heads, of {e}"
+            f"{name}.rope.dimension_count is {field('dimension_count')}, but the decoder rotates whole heads, of {e}"
         )
     if factors is not None:
         return rope | {"rope_type": "llama3"} | fit_llama3(factors, rope["rope_theta"], e)
@@ -316,9 +321,9 @@ def _rope_source(metadata: Metadata, name: str, source: families.Source, factors
     if kind == "yarn":
         rope |= {"rope_type": "yarn", "factor": field("scaling.factor")}
         rope["original_max_position_embeddings"] = field("scaling.original_context_length")
-        for own, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            if (value := field(f"scaling.{key}")) is not None:
-                rope[own] = value
+        for key in ("beta_fast", "beta_slow"):
+            if (value := field(f"scaling.yarn_{key}")) is not None:
+                rope[key] = value
         return rope
     if kind != "none":
         raise BadInput(
@@ -328,7 +333,7 @@ def _rope_source(metadata: Metadata, name: str, source: families.Source, factors
 
 
 def rope_factors(config: DecoderConfig) -> np.ndarray | None:
-    """What divides the angle of each pair under Llama 3's rule, float32, for `ROPE_FACTORS`; None under another."""
+    """Divisor of the angle of each pair by Llama 3's rule, in float32, for `ROPE_FACTORS`; None for another rule."""
     rope = config.ropes[0]
     if rope.kind != "llama3":
         return None
@@ -337,16 +342,16 @@ def rope_factors(config: DecoderConfig) -> np.ndarray | None:
 
 
 def fit_llama3(factors: np.ndarray, theta: float, e: int) -> dict[str, Any]:
-    """The settings of Llama 3's rule that gives these factors; its published ones where they do.
+    """Settings of Llama 3's rule that give these factors; the published settings if they do.
 
-    A pair that turns `t` times over the original length is divided by 1 / (b + (1 - b) / factor), where b is
-    (t - low) / (high - low) cut to 0..1: a line in t, which two of the factors between the ends determine, up to `low`.
+    The angle of a pair that turns `t` times over the original length is divided by 1 / (b + (1 - b) / factor), with
+    b = (t - low) / (high - low) clipped to 0..1: a line in t, which two factors between the ends fix, up to `low`.
     """
     factors = np.asarray(factors, np.float64)
     factor = float(np.float32(factors.max()))
     turns_per_token = theta ** -(np.arange(0, e, 2) / e) / (2 * math.pi)
 
-    def gives(low: float, high: float, length: int) -> bool:
+    def gives_factors(low: float, high: float, length: int) -> bool:
         rope = Rope(theta=theta, kind="llama3", factor=factor, original_length=length, low_factor=low, high_factor=high)
         plain = rope_frequencies(Rope(theta=theta), e).astype(np.float64)
         return bool(np.allclose(plain / rope_frequencies(rope, e), factors, rtol=1e-5))
@@ -360,14 +365,14 @@ def fit_llama3(factors: np.ndarray, theta: float, e: int) -> dict[str, Any]:
             slope, start = np.polyfit(turns_per_token[between], blend[between], 1)
             candidates.append((1.0, round(1.0 - 1.0 / float(start), 5), round(float(-slope / start))))
         elif between.size == 1:
-            at, share = turns_per_token[between[0]], blend[between[0]]
+            turns, b = turns_per_token[between[0]], blend[between[0]]
             candidates += [
-                (1.0, high, round(float((1.0 + (high - 1.0) * share) / at))) for high in (4.0, 2.0, 1.5, 1.25)
+                (1.0, high, round(float((1.0 + (high - 1.0) * b) / turns))) for high in (4.0, 2.0, 1.5, 1.25)
             ]
         elif (blend > 0.5).any():
             candidates.append((1.0, 4.0, math.ceil(4.0 / turns_per_token[blend > 0.5].min())))
         for low, high, length in candidates:
-            if high > low and length > 0 and gives(low, high, length):
+            if high > low and length > 0 and gives_factors(low, high, length):
                 values = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
                 return values | {"original_max_position_embeddings": length}
     raise BadInput(f"{ROPE_FACTORS} does not follow the rule of Llama 3, the only one that is read there")

@@ -1,11 +1,12 @@
 """Read and write checkpoints in the Hugging Face format.
 
-    folder, GGUF file, hub id -> load_model -> Model(policy, params, text, config, source) -> save_model -> folder
+    folder, GGUF file or hub id -> load_model -> Model(policy, params, tokenizer, config, hf_config)
+    model -> save_model -> folder
 
-A folder holds config.json, safetensors and a tokenizer. Reading goes parameter by parameter, and a layer or some rows
-at a time within one (`read_array`): beside what is placed already, the host never holds more than the largest shard and
-one layer, mapped pages of files included, however many devices share an array. Writing holds one shard. Names and axes
-are those of `families`; a tensor's name is the same whether the folder held more than a text model (`open_tensors`).
+A folder holds config.json, safetensors and a tokenizer. Parameters are read one by one, each by layers or by blocks of
+rows (`read_array`): apart from parameters already on a device, the host holds at most the largest shard and one layer,
+memory-mapped pages included, however many devices share an array. Writing holds one shard. Tensor names and axes come
+from `families`; `find_tensors` gives multimodal folders the names of text-only ones.
 """
 
 import json
@@ -22,89 +23,104 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flowgrpo.contracts import Policy
-from flowgrpo.data.foreign_files import check_file, check_files, inside
+from flowgrpo.data.foreign_files import check_file, check_files, path_inside
 from flowgrpo.data.gguf_file import is_gguf, read_header
 from flowgrpo.data.named_models import find_gguf
-from flowgrpo.data.tokenizer import load_text, start
+from flowgrpo.data.tokenizer import load_tokenizer, start_conversation
 from flowgrpo.files import parse_json, replace_folder
 from flowgrpo.models import families, gguf
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.decoder import Params, make_policy, matrices, parameters, shape_of
+from flowgrpo.models.decoder import make_policy, matrices, parameters, shape_of
 from flowgrpo.models.free_memory import check_room
 from flowgrpo.models.quantised import Quantised, check_kind, quantise_matrix
-from flowgrpo.types import BadInput, first_line
+from flowgrpo.types import JSON, BadInput, Params, first_line
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CARD = "README.md"
-# Of text-only folders, of old and of new multimodal ones; what other parts of those are called; old buffers.
+# Prefixes of text-only folders, of old and of new multimodal ones; then vision parts and buffers that are skipped.
 PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 IGNORED = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.|.*\.rotary_emb\.inv_freq$")
 
 
-def read_json(path: Path, belongs: str = "a model folder holds config.json and safetensors") -> dict[str, Any]:
-    """The object that a JSON file holds."""
+def read_json(path: Path, hint: str = "a model folder holds config.json and safetensors") -> dict[str, JSON]:
+    """Parse a JSON file that holds one object; `hint` ends the error of a missing file."""
     if not path.exists():
-        raise BadInput(f"{path} is missing; {belongs}")
+        raise BadInput(f"{path} is missing; {hint}")
     check_file(path, Path(os.path.realpath(path.parent)))
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInput(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise BadInput(f"{path} holds a {type(found).__name__}, where one JSON object belongs")
-    return found
+    if not isinstance(value, dict):
+        raise BadInput(f"{path} holds a {type(value).__name__}, but must hold one JSON object")
+    return value
 
 
-class Stored(NamedTuple):
-    """A tensor in a file."""
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
-    dtype: str  # as the file calls it
+    dtype: str  # in the spelling of safetensors, such as BF16
 
     def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """A copy of the tensor, or of these entries of its first axis; `BadInput` where one is no finite number."""
-        with _opened(self.path) as file:  # a single number has no axis of which entries could be read
+        """Copy the tensor, or entries `start` to `stop` of its first axis; raises `BadInput` for NaN and infinity."""
+        with _open_safetensors(self.path) as file:  # a scalar has no first axis to slice
             values = file.get_slice(self.name)[start:stop] if self.shape else file.get_tensor(self.name)
         check_finite(values, f"{self.path}: {self.name}")
         return values
 
 
-Tensors = Mapping[str, Stored | gguf.FileTensor]
+Tensors = Mapping[str, StoredTensor | gguf.FileTensor]
 
 
-def find_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of the text model in the folder, by the name that it has in a text-only folder."""
-    found = {name: stored for path in _weight_files(folder) for name, stored in list_tensors(path).items()}
-    prefix = next((each for each in PREFIXES if f"{each}embed_tokens.weight" in found), "model.")
-    return {_plain(name, prefix): stored for name, stored in found.items() if not IGNORED.match(name)}
+def find_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Tensors of the text model in a folder, by the names that a text-only folder gives them."""
+    tensors = {name: tensor for path in _weight_files(folder) for name, tensor in list_tensors(path).items()}
+    model_prefix = next((prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in tensors), "model.")
+
+    def text_only_name(name: str) -> str:
+        if name.startswith(model_prefix):
+            return "model." + name.removeprefix(model_prefix)
+        return name.removeprefix("language_model.")  # lm_head of old multimodal folders
+
+    return {text_only_name(name): tensor for name, tensor in tensors.items() if not IGNORED.match(name)}
 
 
-def list_tensors(path: Path) -> dict[str, Stored]:
-    """Every tensor of a file by its name."""
-    with _opened(path) as file:
-        _check_header(path)
-        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return {name: Stored(path, name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+def list_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Tensors of a safetensors file, by name; raises `BadInput` if the header names one twice (readers differ then)."""
+
+    def unique_names(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise BadInput(f"{path} names {twice} twice in its header: save it again")
+        return dict(pairs)
+
+    with _open_safetensors(path) as file:
+        with path.open("rb") as header:  # its size and form were checked when the file was opened
+            json.loads(header.read(int.from_bytes(header.read(8), "little")), object_pairs_hook=unique_names)
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: StoredTensor(path, name, tuple(x.get_shape()), x.get_dtype()) for name, x in slices.items()}
 
 
-EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}  # bits that are all set in NaN and infinity
+EXPONENT_BITS = {"bfloat16": 0x7F80, "float16": 0x7C00}  # all set in NaN and infinity, and in no other number
 
 
 def check_finite(values: np.ndarray, what: str) -> None:
-    """Raise `BadInput` for NaN or infinity: some 50 ms of a gigabyte in float32, 120 in 16 bits."""
-    bits = EXPONENT.get(values.dtype.name)
+    """Raise `BadInput` for NaN or infinity; takes some 50 ms per gigabyte in float32, 120 ms in 16 bits."""
+    bits = EXPONENT_BITS.get(values.dtype.name)
     if bits is None:
         is_finite = not np.issubdtype(values.dtype, np.floating) or np.isfinite(values).all()
-    else:  # as numbers of 16 bits, which takes a quarter of the time
+    else:  # on the bits, which takes a quarter of the time of np.isfinite
         is_finite = not values.size or (np.ascontiguousarray(values).view(np.uint16) & bits).max() != bits
     if not is_finite:
         raise BadInput(f"{what} holds NaN or infinity in {values.dtype.name}: copy the file again, or save it anew")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a file of tensors with the permissions of any new file; `OSError` where the system can't."""
+    """Write a safetensors file with the permissions of any new file; raises `OSError` if the system can't."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -114,10 +130,10 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from None
-    path.chmod(mode)  # safetensors lets only the owner read
+    path.chmod(mode)  # safetensors creates files that only the owner can read
 
 
-def _opened(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
     check_file(path, Path(os.path.realpath(path.parent)))
@@ -128,27 +144,8 @@ def _opened(path: Path) -> Any:
         raise BadInput(f"{path} can't be read as safetensors: {error}") from error
 
 
-def _check_header(path: Path) -> None:
-    """Raise `BadInput` where a name stands twice: readers differ in which of the two they take."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise BadInput(f"{path} names {twice} twice in its header: save it again")
-        return dict(pairs)
-
-    with path.open("rb") as file:  # whose header's size and form were looked at when it was opened
-        json.loads(file.read(int.from_bytes(file.read(8), "little")), object_pairs_hook=once)
-
-
-def _plain(name: str, prefix: str) -> str:
-    if name.startswith(prefix):
-        return "model." + name.removeprefix(prefix)
-    return name.removeprefix("language_model.")  # of lm_head, in old multimodal folders
-
-
 def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: the single one, or the shards that the index names."""
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
@@ -158,78 +155,74 @@ def _weight_files(folder: Path) -> list[Path]:
     shards = read_json(folder / INDEX).get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise BadInput(f"{folder / INDEX} has no weight_map")
-    where = folder / INDEX
     names = {name if isinstance(name, str) else str(name) for name in shards.values()}
-    paths = [inside(folder, name, where) for name in sorted(names)]
+    paths = [path_inside(folder, name, folder / INDEX) for name in sorted(names)]
     absent = [path.name for path in paths if not path.exists()]
     if absent:
         raise BadInput(f"{folder / INDEX} names {absent[0]} ({len(absent)} such), which is absent; copy it too")
     return paths
 
 
-STAGED = 2**24  # bytes; so many that starting a transfer takes no time beside the transfer
+CHUNK_BYTES = 2**24  # per transfer to a device, so that its latency is negligible
 
-Read = Callable[[int, int], np.ndarray]
+ReadChunk = Callable[[int, int], np.ndarray]  # (start, stop) along an axis -> those entries
 
 
-class Part(NamedTuple):
-    """Part of an array that one device holds."""
+class DeviceShard(NamedTuple):
+    """The part of an array that one device holds, while it is being read."""
 
-    device: Any  # None: the default one, to which the array is not bound
-    index: tuple[slice, ...]  # with start and stop, one an axis
-    value: jax.Array | None  # None until the first piece is there
+    device: Any  # None: the default device, to which the array is not committed
+    index: tuple[slice, ...]  # start and stop along each axis
+    value: jax.Array | None  # None until its first chunk has arrived
 
 
 def read_array(
-    shape: tuple[int, ...], dtype, place: jax.sharding.Sharding | None, *, axis: int, read: Read
+    shape: tuple[int, ...], dtype, sharding: jax.sharding.Sharding | None, *, axis: int, read: ReadChunk
 ) -> jax.Array:
-    """The array, read in pieces along `axis`."""
-    parts = _parts(shape, place)
-    entry = int(np.prod(shape)) // shape[axis] * np.dtype(dtype).itemsize
-    step = max(1, STAGED // entry)
-    for first in range(0, shape[axis], step):
-        piece = read(first, min(first + step, shape[axis]))
-        parts = [part._replace(value=_take_in(part, piece, first, axis)) for part in parts]
-    values = [part.value for part in parts if part.value is not None]
-    return values[0] if place is None else jax.make_array_from_single_device_arrays(shape, place, values)
-
-
-def _parts(shape: tuple[int, ...], place: jax.sharding.Sharding | None) -> list[Part]:
+    """Read an array chunk by chunk along `axis`, each chunk sent to its devices before the next is read."""
     whole = tuple(slice(0, size) for size in shape)
-    if place is None:
-        return [Part(None, whole, None)]
-    found = []
-    for device, index in place.addressable_devices_indices_map(shape).items():
-        bounds = zip(index or whole, shape, strict=True)
-        found.append(Part(device, tuple(slice(*one.indices(size)[:2]) for one, size in bounds), None))
-    return found
+    if sharding is None:
+        shards = [DeviceShard(None, whole, None)]
+    else:
+        shards = []
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            bounds = zip(index or whole, shape, strict=True)
+            shards.append(DeviceShard(device, tuple(slice(*x.indices(size)[:2]) for x, size in bounds), None))
+    entry_bytes = int(np.prod(shape)) // shape[axis] * np.dtype(dtype).itemsize
+    step = max(1, CHUNK_BYTES // entry_bytes)
+    for start in range(0, shape[axis], step):
+        chunk = read(start, min(start + step, shape[axis]))
+        shards = [shard._replace(value=_add_chunk(shard, chunk, start, axis)) for shard in shards]
+    values = [shard.value for shard in shards if shard.value is not None]
+    return values[0] if sharding is None else jax.make_array_from_single_device_arrays(shape, sharding, values)
 
 
-def _take_in(part: Part, piece: np.ndarray, start: int, axis: int) -> jax.Array | None:
-    """The part's value with what it holds of a piece that begins at `start`."""
-    own = part.index[axis]
-    first, last = max(own.start, start), min(own.stop, start + piece.shape[axis])
+def _add_chunk(shard: DeviceShard, chunk: np.ndarray, start: int, axis: int) -> jax.Array | None:
+    """The shard's value after its overlap with a chunk that starts at `start` has been copied into it."""
+    span = shard.index[axis]
+    first, last = max(span.start, start), min(span.stop, start + chunk.shape[axis])
     if first >= last:
-        return part.value
+        return shard.value
     along = slice(first - start, last - start)
-    new = piece[tuple(along if i == axis else index for i, index in enumerate(part.index))]
-    moved = jax.device_put(new, part.device)
-    if (first, last) == (own.start, own.stop):
-        return jax.block_until_ready(moved)
-    shape = [index.stop - index.start for index in part.index]
-    value = jnp.zeros(shape, piece.dtype, device=part.device) if part.value is None else part.value
-    # Waiting keeps the host from reading on while pieces are still on their way.
-    return jax.block_until_ready(_write(value, moved, first - own.start, axis=axis))
+    overlap = chunk[tuple(along if i == axis else index for i, index in enumerate(shard.index))]
+    on_device = jax.device_put(overlap, shard.device)
+    if (first, last) == (span.start, span.stop):
+        return jax.block_until_ready(on_device)
+    shape = [index.stop - index.start for index in shard.index]
+    value = jnp.zeros(shape, chunk.dtype, device=shard.device) if shard.value is None else shard.value
+    # Blocking keeps the host from reading more chunks while earlier ones are still being transferred.
+    return jax.block_until_ready(_write_chunk(value, on_device, first - span.start, axis=axis))
 
 
 @partial(jax.jit, static_argnames="axis", donate_argnums=0)
-def _write(value: jax.Array, piece: jax.Array, start, *, axis: int) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(value, piece, start, axis)
+def _write_chunk(value: jax.Array, chunk: jax.Array, start, *, axis: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(value, chunk, start, axis)
 
 
-Placing = jax.sharding.Sharding | Callable[[str, str], jax.sharding.Sharding]
+# One sharding for all parameters, or a function (name, axis letters) -> sharding.
+Placement = jax.sharding.Sharding | Callable[[str, str], jax.sharding.Sharding]
 
-FILES = (  # what a folder that was written here may hold; tokenizers have more than one file
+FILES = (  # of a folder that `save_model` may replace; a tokenizer has several
     *("config.json", "generation_config.json", "model*.safetensors", INDEX, "tokenizer*", "chat_template.*"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", CARD),
 )
@@ -237,91 +230,112 @@ HUB_FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.txt", "*.jinja"]
 
 
 class Model(NamedTuple):
-    """A policy with its parameters, and what is needed to write it back."""
+    """A policy with its parameters, its tokenizer, and the configuration that is written back with it."""
 
     policy: Policy
     params: Params
-    text: Any  # tokenizer and chat rendering, or None
+    tokenizer: Any  # a ChatTokenizer; None if it was loaded without
     config: DecoderConfig
-    source: families.Source  # config.json
+    hf_config: families.ConfigJSON  # config.json of the Hugging Face folder
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Ids that are never to be sampled: padding, and rows of the embedding that no token has."""
-        padding = () if self.text.pad_id in self.text.stop_ids else (self.text.pad_id,)
-        return (*padding, *range(self.text.vocab_size, self.config.v))
+        """Ids that must never be sampled: padding, and rows of the embedding without a token."""
+        tokenizer = self.tokenizer
+        padding = () if tokenizer.pad_id in tokenizer.stop_ids else (tokenizer.pad_id,)
+        return (*padding, *range(tokenizer.vocab_size, self.config.v))
 
 
 def load_model(
     path: str | Path,
     *,
     dtype="float32",
-    sharding: Placing | None = None,
-    text: bool = True,
+    sharding: Placement | None = None,
+    tokenizer: bool = True,
     quantised: str | None = None,
     template: str | None = None,
 ) -> Model:
-    """Read a folder, a GGUF file, a model that comes as a package ("smollm2", "gemma3"), or a hub id.
+    """Read a model from a folder, a GGUF file, an installed package ("smollm2", "gemma3"), or a hub id.
 
-    `dtype` is what the parameters are stored in, whatever the files have. `sharding`, one for all or a function
-    of a parameter's name and axes, says where each goes as soon as it is complete. `text=False` reads no tokenizer.
-    `quantised` is "int8" or "nf4" for matrices of layers that are quantised on the host, a layer at a time, so that no
-    device ever holds the whole model in `dtype`. `template` (Jinja) takes the place of the chat template.
+    Args:
+        dtype: Type that parameters are stored in, whatever the files hold: float32, bfloat16 or float16.
+        sharding: One for all parameters, or a function of a parameter's name and axis letters; each parameter goes to
+            its devices as soon as it is read. None: the default device.
+        tokenizer: Whether to read the tokenizer too.
+        quantised: "int8" or "nf4" quantises the matrices of the layers, on the host and a layer at a time, so that no
+            device ever holds the whole model in `dtype`.
+        template: A Jinja chat template, in place of the model's own.
     """
     kind = None if quantised is None else check_kind(quantised)
-    folder, source, config = _shape(path)
-    dtype = _dtype(dtype)
-    tensors = _tensors(folder, config)
+    folder, hf_config, config = read_config(path)
+    dtype = to_dtype(dtype)
+    tensors = _find_model_tensors(folder, config)
     if sharding is None:
         check_room(folder, config, dtype, kind)
-    words = load_text(folder, template) if text else None
-    _check_ids(folder, words, config)
-    coded = {} if kind is None else dict.fromkeys(matrices(config), kind)
-    params = {name: _read(name, tensors, config, dtype, sharding, coded.get(name)) for name in parameters(config)}
-    return Model(make_policy(config, dtype=dtype, apart=True), params, words, config, source)
+    chat_tokenizer = load_tokenizer(folder, template) if tokenizer else None
+    _check_ids(folder, chat_tokenizer, config)
+    kinds = {} if kind is None else dict.fromkeys(matrices(config), kind)
+    params = {
+        name: read_parameter(name, tensors, config, dtype, sharding, kinds.get(name)) for name in parameters(config)
+    }
+    return Model(make_policy(config, dtype=dtype, unstack_on_cpu=True), params, chat_tokenizer, config, hf_config)
 
 
 def check_model(path: str | Path, template: str | None = None) -> None:
-    """Raise `BadInput` where `load_model` would, or where the chat template writes no message; no weights are read."""
-    folder, _, config = _shape(path)
-    text = load_text(folder, template)
-    start(text, [{"role": "user", "content": "x"}])
-    _check_ids(folder, text, config)
-    _tensors(folder, config)
+    """Raise `BadInput` if `load_model` would, or if the chat template can't render a message; reads no weights."""
+    folder, _, config = read_config(path)
+    tokenizer = load_tokenizer(folder, template)
+    start_conversation(tokenizer, [{"role": "user", "content": "x"}])
+    _check_ids(folder, tokenizer, config)
+    _find_model_tensors(folder, config)
 
 
-def init_model(source: Mapping[str, Any], key: jax.Array, *, dtype="float32") -> Model:
-    """A random model of the shape that a config.json says, without tokenizer."""
-    checked = families.text_source(source)
-    config = families.decoder_config(checked)
-    policy = make_policy(config, dtype=_dtype(dtype))
-    return Model(policy, jax.jit(policy.init)(key), None, config, checked)
+def init_model(hf_config: Mapping[str, JSON], key: jax.Array, *, dtype="float32") -> Model:
+    """A randomly initialised model of the shape that a config.json describes, without tokenizer."""
+    text_config = families.text_model_config(hf_config)
+    config = families.decoder_config(text_config)
+    policy = make_policy(config, dtype=to_dtype(dtype))
+    return Model(policy, jax.jit(policy.init)(key), None, config, text_config)
 
 
 def save_model(path: str | Path, model: Model, *, max_shard_bytes: float = 5e9, card: str | None = None) -> None:
-    """Write a folder that transformers and inference servers open; it appears when it is whole.
+    """Write a folder that transformers and inference servers open; it appears only once it is complete.
 
-    Shards above `max_shard_bytes` get an index; `card` is the text of a README.md. A model that is there is replaced,
-    with all its files; a folder that holds anything else is refused.
+    Parameters of more than `max_shard_bytes` are written as several files with an index. `card` is the text of a
+    README.md. An existing model is replaced with all its files; a folder that holds anything else is refused.
     """
-    coded = [name for name, x in model.params.items() if isinstance(x, Quantised)]
-    if coded:
-        raise BadInput(f"{coded[0]} is quantised, and is not written so: merge it, or take `dequantise_layers` of all")
+    quantised = [name for name, x in model.params.items() if isinstance(x, Quantised)]
+    if quantised:
+        raise BadInput(
+            f"{quantised[0]} is quantised, and is not written so: merge it, or take `dequantise_layers` of all"
+        )
     expected = {name: shape_of(parameter, model.config) for name, parameter in parameters(model.config).items()}
     families.check_tensors("the parameters are not those of the model's config", model.params, expected)
 
     def fill(stage: Path) -> None:
-        _write_model(stage, model, max_shard_bytes)
+        shards = _assign_shards(model, max_shard_bytes)
+        for file, slots in shards.items():
+            write_tensors(stage / file, {name: _to_file_tensor(slot, model) for name, slot in slots.items()})
+        if len(shards) > 1:
+            total = sum(value.nbytes for value in model.params.values())
+            file_of = {name: file for file, slots in shards.items() for name in slots}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+            write_json(stage / INDEX, index)
+        dtype_key = "torch_dtype" if "torch_dtype" in model.hf_config else "dtype"
+        dtype = jnp.dtype(model.params["embed"].dtype).name
+        write_json(stage / "config.json", {**model.hf_config, dtype_key: dtype})
+        if model.tokenizer is not None:
+            model.tokenizer.save(stage)
         write_card(stage, card)
 
-    replace_folder(path, fill, names=FILES, what="a model")
+    replace_folder(path, fill, names=FILES, kind="a model")
 
 
 # The folder -------------------------------------------------------------------------------------------
 
 
-def _folder(path: str | Path) -> Path:
-    """The folder or the GGUF file itself, or the local copy of what a hub id names."""
+def find_folder(path: str | Path) -> Path:
+    """The folder or GGUF file that a path, a package name or a hub id stands for; hub models are downloaded."""
     if (file := find_gguf(path)) is not None:
         return file
     folder = Path(path).expanduser()
@@ -341,35 +355,37 @@ def _folder(path: str | Path) -> Path:
         raise BadInput(f"{path} is no folder here, and the hub does not give a model of this id: {why}") from error
 
 
-def _shape(
-    path: str | Path, adapt: Callable[[families.Source, str], families.Source] = lambda source, _: source
-) -> tuple[Path, families.Source, DecoderConfig]:
-    """Find the folder, and read from it the config.json, which may be adapted, and the shape that it describes."""
-    folder = _folder(path)
+def read_config(
+    path: str | Path, adapt: Callable[[families.ConfigJSON, str], families.ConfigJSON] = lambda hf_config, _: hf_config
+) -> tuple[Path, families.ConfigJSON, DecoderConfig]:
+    """The folder (or GGUF file), its config.json after `adapt(config_json, location)`, and the decoder's shape."""
+    folder = find_folder(path)
     is_file = is_gguf(folder)
-    where = str(folder if is_file else folder / "config.json")
-    raw = gguf.read_source(read_header(folder)) if is_file else read_json(folder / "config.json")
-    source = families.text_source(adapt(raw, where), where)
-    return folder, source, families.decoder_config(source, where)
+    location = str(folder if is_file else folder / "config.json")
+    raw = gguf.read_gguf_config(read_header(folder)) if is_file else read_json(folder / "config.json")
+    hf_config = families.text_model_config(adapt(raw, location), location)
+    return folder, hf_config, families.decoder_config(hf_config, location)
 
 
-def _check_ids(folder: Path, text: Any, config: DecoderConfig) -> None:
-    """Raise `BadInput` for ids that the embedding has no row for; added tokens may, where nothing is ended with them.
+def _check_ids(folder: Path, tokenizer: Any, config: DecoderConfig) -> None:
+    """Raise `BadInput` for token ids without a row in the embedding.
 
-    Gemma 3's text models come with a token for images, which has none.
+    Added tokens may lack one unless generation stops at them: Gemma 3's text models have such a token for images.
     """
-    if text is None or text.vocab_size <= config.v:
+    if tokenizer is None or tokenizer.vocab_size <= config.v:
         return
-    added = set(text.tokenizer.get_added_vocab().values()) - {*text.stop_ids, text.pad_id}
-    beyond = sorted(i for i in text.tokenizer.get_vocab().values() if i >= config.v and i not in added)
-    if beyond:
+    hf_tokenizer = tokenizer.hf_tokenizer
+    added = set(hf_tokenizer.get_added_vocab().values()) - {*tokenizer.stop_ids, tokenizer.pad_id}
+    without_row = sorted(i for i in hf_tokenizer.get_vocab().values() if i >= config.v and i not in added)
+    if without_row:
         raise BadInput(
-            f"{folder}: its tokenizer has the id {beyond[0]}, but vocab_size in its config.json is {config.v}: "
+            f"{folder}: its tokenizer has the id {without_row[0]}, but vocab_size in its config.json is {config.v}: "
             "copy the tokenizer that belongs to these weights"
         )
 
 
-def _dtype(dtype) -> np.dtype:
+def to_dtype(dtype) -> np.dtype:
+    """A dtype or its name as a dtype that parameters can be stored in."""
     name = str(getattr(dtype, "__name__", dtype))
     if name not in families.DTYPES:
         raise BadInput(f"dtype {name} can't hold parameters; choose one of {', '.join(families.DTYPES)}")
@@ -380,16 +396,16 @@ def _dtype(dtype) -> np.dtype:
 
 
 class _FileSlot(NamedTuple):
-    """Place of a file's tensor among the parameters, and the shape that it has in the file."""
+    """The parameter, and the layer of it, that a tensor of a file holds, and the tensor's shape in the file."""
 
     name: str
     layer: int | None
     shape: tuple[int, ...]
 
 
-def _slots(config: DecoderConfig) -> dict[str, _FileSlot]:
-    """Every tensor that belongs in the files, by its name there: layer by layer, then what there is once."""
-    table, declared = families.tensors_of(config), parameters(config)
+def _file_slots(config: DecoderConfig) -> dict[str, _FileSlot]:
+    """Every tensor of a checkpoint, by its name there: layer by layer, then those outside layers."""
+    table, declared = families.checkpoint_tensors(config), parameters(config)
     slots = {}
     for layer in [*range(config.num_layers), None]:
         for name, tensor in table.items():
@@ -398,31 +414,32 @@ def _slots(config: DecoderConfig) -> dict[str, _FileSlot]:
     return slots
 
 
-def _tensors(folder: Path, config: DecoderConfig) -> Tensors:
-    """The tensors of a folder or a GGUF file, which are those that the shape asks for."""
+def _find_model_tensors(folder: Path, config: DecoderConfig) -> Tensors:
+    """The tensors of a folder or a GGUF file, checked to be those that the decoder's shape requires."""
     if is_gguf(folder):
         return gguf.find_tensors(read_header(folder), config)
     tensors = find_tensors(folder)
-    _check_tensors(folder, tensors, config)
+    check_model_tensors(folder, tensors, config)
     return tensors
 
 
-def _check_tensors(folder: Path, tensors: Tensors, config: DecoderConfig) -> None:
-    expected = {name: slot.shape for name, slot in _slots(config).items()}
+def check_model_tensors(folder: Path, tensors: Tensors, config: DecoderConfig) -> None:
+    """Raise `BadInput` unless the tensors of a folder are those of a decoder of this shape."""
+    expected = {name: slot.shape for name, slot in _file_slots(config).items()}
     tied = [families.TENSORS["unembed"].name] if config.tied else []
     families.check_tensors(f"the tensors in {folder} are not those of its config.json", tensors, expected, spare=tied)
 
 
-def _read(
+def read_parameter(
     name: str,
     tensors: Tensors,
     config: DecoderConfig,
     dtype,
-    sharding: Placing | None,
+    sharding: Placement | None,
     quantised: str | None = None,
 ) -> Any:
-    """One parameter, brought to where it belongs a layer at a time, or some rows at a time where it has no layers."""
-    axes, tensor = parameters(config)[name].axes, families.tensors_of(config)[name]
+    """One parameter, read and placed layer by layer, or by blocks of rows if it has no layers."""
+    axes, tensor = parameters(config)[name].axes, families.checkpoint_tensors(config)[name]
     shape, stacked = shape_of(parameters(config)[name], config), axes.startswith("n")
     axis = 0 if stacked else axes.index(tensor.axes[0])
 
@@ -435,81 +452,69 @@ def _read(
             layer[...] = families.from_file(stored, tensor, axes.removeprefix("n"), config)
         return host
 
-    place = _place(sharding, name, axes)
+    array_sharding = sharding_of(sharding, name, axes)
     if quantised is None:
-        return read_array(shape, dtype, place, axis=axis, read=read)
-    return _read_quantised(shape, place, matrices(config)[name][0], quantised, read)
+        return read_array(shape, dtype, array_sharding, axis=axis, read=read)
+    return _read_quantised(shape, array_sharding, matrices(config)[name][0], quantised, read)
 
 
 def _read_quantised(
-    shape: tuple[int, ...], place: jax.sharding.Sharding | None, summed: tuple[int, ...], kind: str, read: Read
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, summed: tuple[int, ...], kind: str, read: ReadChunk
 ) -> Quantised:
-    """Layers read and quantised one at a time: values go to their devices at once, the few scales at the end."""
-    blank = jax.eval_shape(lambda: quantise_matrix(jnp.zeros(shape), summed, kind=kind))
+    """Read and quantise layers one at a time: values go to their devices at once, the few scales at the end."""
+    abstract = jax.eval_shape(lambda: quantise_matrix(jnp.zeros(shape), summed, kind=kind))
     scales = []
 
     def read_values(start: int, stop: int) -> np.ndarray:
-        parts = [quantise_matrix(read(n, n + 1), summed, kind=kind) for n in range(start, stop)]
-        scales.extend(part.scales for part in parts)
-        return np.concatenate([part.values for part in parts])
+        layers = [quantise_matrix(read(n, n + 1), summed, kind=kind) for n in range(start, stop)]
+        scales.extend(layer.scales for layer in layers)
+        return np.concatenate([layer.values for layer in layers])
 
-    values = read_array(blank.values.shape, blank.values.dtype, place, axis=0, read=read_values)
-    # The axes of scales can't be divided as those of their values; they are few enough to lie on every device.
-    whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else place
-    return blank.replace(values=values, scales=jax.device_put(np.concatenate(scales), whole))
+    values = read_array(abstract.values.shape, abstract.values.dtype, sharding, axis=0, read=read_values)
+    # The axes of scales can't be sharded like those of their values; they are small enough to replicate.
+    replicated = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    return abstract.replace(values=values, scales=jax.device_put(np.concatenate(scales), replicated))
 
 
-def _place(sharding: Placing | None, name: str, axes: str) -> jax.sharding.Sharding | None:
-    return sharding if sharding is None or isinstance(sharding, jax.sharding.Sharding) else sharding(name, axes)
+def sharding_of(placement: Placement | None, name: str, axes: str) -> jax.sharding.Sharding | None:
+    """The sharding of one parameter."""
+    if placement is None or isinstance(placement, jax.sharding.Sharding):
+        return placement
+    return placement(name, axes)
 
 
 # Writing ----------------------------------------------------------------------------------------------
 
 
-def _write_model(stage: Path, model: Model, max_shard_bytes: float) -> None:
-    """Everything that belongs in the folder."""
-    shards = _shards(model, max_shard_bytes)
-    for file, slots in shards.items():
-        write_tensors(stage / file, {name: _take(slot, model) for name, slot in slots.items()})
-    if len(shards) > 1:
-        total = sum(value.nbytes for value in model.params.values())
-        where = {name: file for file, slots in shards.items() for name in slots}
-        write_json(stage / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))})
-    key = "torch_dtype" if "torch_dtype" in model.source else "dtype"
-    write_json(stage / "config.json", {**model.source, key: jnp.dtype(model.params["embed"].dtype).name})
-    if model.text is not None:
-        model.text.save(stage)
-
-
 def write_card(folder: Path, text: str | None) -> None:
-    """Write a README.md, where there is a text."""
+    """Write a README.md, if there is a text."""
     if text is not None:
         (folder / CARD).write_text(text, encoding="utf-8")
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file for people to read."""
+def write_json(path: Path, value: Mapping[str, JSON]) -> None:
+    """Write an indented JSON file."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _take(slot: _FileSlot, model: Model) -> np.ndarray:
-    """A tensor as it goes into a file."""
+def _to_file_tensor(slot: _FileSlot, model: Model) -> np.ndarray:
+    """A tensor as it is written to a file."""
     value = model.params[slot.name]
-    if slot.layer is not None:  # a traced index, so that one program serves all layers
+    if slot.layer is not None:  # by a traced index, so that all layers share one program
         value = jax.lax.dynamic_index_in_dim(value, jnp.int32(slot.layer), keepdims=False)
     axes = parameters(model.config)[slot.name].axes.removeprefix("n")
-    return families.to_file(np.asarray(value), families.tensors_of(model.config)[slot.name], axes, model.config)
+    return families.to_file(np.asarray(value), families.checkpoint_tensors(model.config)[slot.name], axes, model.config)
 
 
-def _shards(model: Model, max_shard_bytes: float) -> dict[str, dict[str, _FileSlot]]:
-    """Say which tensors go into which file, in order; one that is larger than a shard has a shard of its own."""
-    groups, size = [{}], 0
-    for name, slot in _slots(model.config).items():
-        own = int(np.prod(slot.shape)) * model.params[slot.name].dtype.itemsize
-        if groups[-1] and size + own > max_shard_bytes:
-            groups, size = [*groups, {}], 0
-        groups[-1][name] = slot
-        size += own
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+def _assign_shards(model: Model, max_shard_bytes: float) -> dict[str, dict[str, _FileSlot]]:
+    """The tensors of each file, in order; a tensor larger than `max_shard_bytes` gets a file of its own."""
+    shards, shard_bytes = [{}], 0
+    for name, slot in _file_slots(model.config).items():
+        tensor_bytes = int(np.prod(slot.shape)) * model.params[slot.name].dtype.itemsize
+        if shards[-1] and shard_bytes + tensor_bytes > max_shard_bytes:
+            shards, shard_bytes = [*shards, {}], 0
+        shards[-1][name] = slot
+        shard_bytes += tensor_bytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}

@@ -1,17 +1,17 @@
-"""Image-text models, CLIP and SigLIP: their shape, their parameters and their scores.
+"""Image-text models, CLIP and SigLIP: shape, parameters and scores.
 
     score = exp(scale) <image, text> (+ bias)       image, text: embeddings of length 1
 
     per layer of a tower:  x += o(attention(norm1(x)));   x += down(act(up(norm2(x))))
 
-CLIP (Radford et al., 2021, arXiv:2103.00020) reads an image off a class token, and a text, seen causally, off its end
-token; SigLIP (Zhai et al., 2023, arXiv:2303.15343) off the patches by a probe that attends to them, and off the last
-position, padding included. That is all in which they differ, and `READ_IMAGE` and `READ_TEXT` hold it.
+CLIP (Radford et al., 2021, arXiv:2103.00020) pools an image by a class token, and a text, with causal attention, by
+its end token. SigLIP (Zhai et al., 2023, arXiv:2303.15343) pools the patches by a probe that attends to them, and a
+text by its last position, padding included. These are their only differences; see `POOL_IMAGE` and `POOL_TEXT`.
 
-`image_text_parameters` declares every parameter once, with its place in files, where a tensor with outputs before
-inputs is transposed. `image_embeddings`, `text_embeddings` and `as_scores` are pure functions of a flat dict of them.
-Letters beside those of `types`: d width of a tower, h heads, f ffn, v vocabulary, p embedding, i image, j text, c
-channel, y and x pixels, q numbers of a patch.
+`image_text_parameters` declares every parameter once, with its tensor in published files. `image_embeddings`,
+`text_embeddings` and `as_scores` are pure functions of a flat dict of parameters. Axis letters in addition to those of
+`types`: d width of a tower, h heads, f ffn, v vocabulary, p embedding, i image, j text, c channel, y and x pixels, q
+numbers of a patch.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from flowgrpo.contracts import Params
 from flowgrpo.models.attention import PRECISE
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, Params
 
 _matmul = partial(jnp.matmul, precision=PRECISE)
 CHANNELS = 3
@@ -35,7 +34,7 @@ KINDS = ("clip", "siglip")
 
 @dataclass(frozen=True)
 class Tower:
-    """The shape of one transformer."""
+    """Shape of one transformer."""
 
     d: int
     h: int
@@ -47,7 +46,7 @@ class Tower:
 
 @dataclass(frozen=True)
 class ImageTextConfig:
-    """Everything that the arithmetic depends on."""
+    """Shape of an image-text model: everything that its computation depends on."""
 
     kind: str  # clip or siglip
     vision: Tower
@@ -57,11 +56,11 @@ class ImageTextConfig:
     v: int  # vocabulary
     positions: int  # tokens of a text, padding included
     p: int  # length of an embedding
-    eos_id: int = 2  # CLIP's end token; 2, as old configs have it, stands for the largest id of a text
+    eos_id: int = 2  # CLIP's end token; 2, as in old configs, means the largest id of a text
 
     @property
     def patches(self) -> int:
-        """Say how many patches an image has."""
+        """Number of patches of an image."""
         return (self.side // self.patch) ** 2
 
 
@@ -84,8 +83,8 @@ def check_image_text_config(config: ImageTextConfig) -> None:
         if tower.d % tower.h:
             raise BadInput(f"{tower.h} heads of the {side} tower can't share a width of {tower.d} equally")
         if tower.activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise BadInput(f"hidden_act of the {side} tower is {tower.activation!r}; supported are {known}")
+            supported = ", ".join(ACTIVATIONS)
+            raise BadInput(f"hidden_act of the {side} tower is {tower.activation!r}; supported are {supported}")
     if config.patch < 1 or config.side < config.patch:
         raise BadInput(f"image_size {config.side} must hold a patch of {config.patch} pixels")
     if min(config.v, config.positions, config.p) < 1:
@@ -98,10 +97,10 @@ def check_image_text_config(config: ImageTextConfig) -> None:
 
 
 class ImageTextParameter(NamedTuple):
-    """Shape, tensor in published files ({n} is the layer, stacked in front), and how it starts."""
+    """Shape of a parameter, its tensor in published files, and its initialiser: normal, or a constant."""
 
-    shape: tuple[int, ...]  # without the layer
-    file: str
+    shape: tuple[int, ...]  # without the layer, which is stacked in front
+    file: str  # name of the tensor; {n} is the layer
     file_shape: tuple[int, ...]
     deviation: float = 0.0
     constant: float = 0.0
@@ -114,7 +113,7 @@ def image_text_parameters(config: ImageTextConfig) -> dict[str, ImageTextParamet
     patch_file = "vision_model.embeddings.patch_embedding.weight"
     patch_shape = (vision.d, CHANNELS, config.patch, config.patch)
     inputs = CHANNELS * config.patch**2
-    found = {
+    shared = {
         "patch": ImageTextParameter((inputs, vision.d), patch_file, patch_shape, inputs**-0.5, transposed=True),
         "vision_position": _table(
             "vision_model.embeddings.position_embedding", config.patches + (config.kind == "clip"), vision.d
@@ -127,10 +126,10 @@ def image_text_parameters(config: ImageTextConfig) -> dict[str, ImageTextParamet
         **_layers("vision", vision),
         **_layers("text", text),
     }
-    return found | (_clip_only(config) if config.kind == "clip" else _siglip_only(config))
+    return shared | (_clip_parameters(config) if config.kind == "clip" else _siglip_parameters(config))
 
 
-def _clip_only(config: ImageTextConfig) -> dict[str, ImageTextParameter]:
+def _clip_parameters(config: ImageTextConfig) -> dict[str, ImageTextParameter]:
     d = config.vision.d
     return {
         "class": ImageTextParameter((d,), "vision_model.embeddings.class_embedding", (d,), d**-0.5),
@@ -140,7 +139,7 @@ def _clip_only(config: ImageTextConfig) -> dict[str, ImageTextParameter]:
     }
 
 
-def _siglip_only(config: ImageTextConfig) -> dict[str, ImageTextParameter]:
+def _siglip_parameters(config: ImageTextConfig) -> dict[str, ImageTextParameter]:
     d, f, head = config.vision.d, config.vision.f, "vision_model.head."
     return {
         "patch_bias": ImageTextParameter((d,), "vision_model.embeddings.patch_embedding.bias", (d,)),
@@ -160,10 +159,10 @@ def _siglip_only(config: ImageTextConfig) -> dict[str, ImageTextParameter]:
 
 def _layers(side: str, tower: Tower) -> dict[str, ImageTextParameter]:
     prefix, d, f = f"{side}_model.encoder.layers.{{n}}.", tower.d, tower.f
-    found = _norm(f"{side}_norm1", prefix + "layer_norm1", d) | _norm(f"{side}_norm2", prefix + "layer_norm2", d)
+    layer = _norm(f"{side}_norm1", prefix + "layer_norm1", d) | _norm(f"{side}_norm2", prefix + "layer_norm2", d)
     for name, file in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("o", "out_proj")):
-        found |= _linear(f"{side}_{name}", f"{prefix}self_attn.{file}", d, d)
-    return found | _linear(f"{side}_up", prefix + "mlp.fc1", d, f) | _linear(f"{side}_down", prefix + "mlp.fc2", f, d)
+        layer |= _linear(f"{side}_{name}", f"{prefix}self_attn.{file}", d, d)
+    return layer | _linear(f"{side}_up", prefix + "mlp.fc1", d, f) | _linear(f"{side}_down", prefix + "mlp.fc2", f, d)
 
 
 def _weight(file: str, inputs: int, outputs: int) -> ImageTextParameter:
@@ -185,7 +184,7 @@ def _table(file: str, rows: int, d: int) -> ImageTextParameter:
 
 
 def layers_of(parameter: ImageTextParameter, config: ImageTextConfig) -> int | None:
-    """Say how many layers are stacked in a parameter; None where there is one of it."""
+    """Number of layers that are stacked in a parameter; None if it belongs to no layer."""
     if "{n}" not in parameter.file:
         return None
     return config.vision.layers if parameter.file.startswith("vision") else config.text.layers
@@ -204,7 +203,7 @@ class ImageText(nnx.Module):
 
 
 def init_params(config: ImageTextConfig, key: Array, *, dtype=jnp.float32) -> Params:
-    """Random parameters, a flat dict."""
+    """Random parameters as a flat dict."""
     return nnx.to_pure_dict(nnx.split(ImageText(config, rngs=nnx.Rngs(params=key), dtype=dtype))[1])
 
 
@@ -212,7 +211,7 @@ def init_params(config: ImageTextConfig, key: Array, *, dtype=jnp.float32) -> Pa
 
 
 def as_scores(params: Params, cosine: Array) -> Array:
-    """Scores from cosines: scaled, and shifted where the model has a bias."""
+    """Scores of cosines: `exp(scale) cosine`, plus the bias if the model has one."""
     scores = cosine * jnp.exp(params["scale"].astype(jnp.float32))
     return scores + params["bias"].astype(jnp.float32) if "bias" in params else scores
 
@@ -221,46 +220,47 @@ def image_embeddings(params: Params, pixels_icyx: Array, *, config: ImageTextCon
     """One embedding of length 1 for each preprocessed image, in float32 -> [i p]."""
     patches_isq = _patches(jnp.asarray(pixels_icyx), config)
     x_isd = _matmul(patches_isq.astype(params["patch"].dtype), params["patch"])
-    return _to_length_1(READ_IMAGE[config.kind](params, x_isd, config))
+    return _normalise(POOL_IMAGE[config.kind](params, x_isd, config))
 
 
 def text_embeddings(params: Params, tokens_js: Array, *, config: ImageTextConfig) -> Array:
     """One embedding of length 1 for each text, in float32 -> [j p]."""
     tokens_js = jnp.asarray(tokens_js)
     x_jsd = params["token"][tokens_js] + params["text_position"][None, : tokens_js.shape[1]]
-    return _to_length_1(READ_TEXT[config.kind](params, x_jsd, tokens_js, config))
+    return _normalise(POOL_TEXT[config.kind](params, x_jsd, tokens_js, config))
 
 
 def _patches(pixels_icyx: Array, config: ImageTextConfig) -> Array:
-    """Squares of pixels in reading order, channel by channel within each -> [i s q]."""
+    """Patches of pixels in reading order, channel by channel within each -> [i s q]."""
     expected, n = (CHANNELS, config.side, config.side), config.side // config.patch
     if pixels_icyx.ndim != 4 or pixels_icyx.shape[1:] != expected:
         needed = ", ".join(map(str, expected))
         raise BadInput(f"pixels have the shape {pixels_icyx.shape}, but must have (images, {needed})")
-    whole = pixels_icyx[:, :, : n * config.patch, : n * config.patch]
-    cut = whole.reshape(len(whole), CHANNELS, n, config.patch, n, config.patch)
-    return cut.transpose(0, 2, 4, 1, 3, 5).reshape(len(whole), n * n, -1)
+    cropped = pixels_icyx[:, :, : n * config.patch, : n * config.patch]
+    grid = cropped.reshape(len(cropped), CHANNELS, n, config.patch, n, config.patch)
+    return grid.transpose(0, 2, 4, 1, 3, 5).reshape(len(cropped), n * n, -1)
 
 
-def _to_length_1(x: Array) -> Array:
-    wide = x.astype(jnp.float32)
-    return wide / jnp.sqrt((wide**2).sum(axis=-1, keepdims=True))
+def _normalise(x: Array) -> Array:
+    """`x / |x|` in float32."""
+    x32 = x.astype(jnp.float32)
+    return x32 / jnp.sqrt((x32**2).sum(axis=-1, keepdims=True))
 
 
-# What differs -----------------------------------------------------------------------------------------
+# Pooling -----------------------------------------------------------------------------------------
 
 
 def _clip_image(params: Params, x_isd: Array, config: ImageTextConfig) -> Array:
-    first = jnp.broadcast_to(params["class"][None, None], (len(x_isd), 1, config.vision.d))
-    x_isd = jnp.concatenate([first, x_isd], axis=1) + params["vision_position"][None]
+    class_token = jnp.broadcast_to(params["class"][None, None], (len(x_isd), 1, config.vision.d))
+    x_isd = jnp.concatenate([class_token, x_isd], axis=1) + params["vision_position"][None]
     x_isd = _layer_norm(x_isd, params, "vision_first_norm", config.vision)
-    x_isd = _run(params, x_isd, "vision", config.vision, None)
+    x_isd = _run_tower(params, x_isd, "vision", config.vision, None)
     return _matmul(_layer_norm(x_isd[:, 0], params, "vision_norm", config.vision), params["vision_project"])
 
 
 def _clip_text(params: Params, x_jsd: Array, tokens_js: Array, config: ImageTextConfig) -> Array:
     causal = jnp.tri(tokens_js.shape[1], dtype=bool)
-    x_jsd = _run(params, x_jsd, "text", config.text, causal)
+    x_jsd = _run_tower(params, x_jsd, "text", config.text, causal)
     end_j = jnp.argmax(tokens_js if config.eos_id == 2 else tokens_js == config.eos_id, axis=1)
     end_jd = jnp.take_along_axis(x_jsd, end_j[:, None, None], axis=1)[:, 0]
     return _matmul(_layer_norm(end_jd, params, "text_norm", config.text), params["text_project"])
@@ -269,67 +269,67 @@ def _clip_text(params: Params, x_jsd: Array, tokens_js: Array, config: ImageText
 def _siglip_image(params: Params, x_isd: Array, config: ImageTextConfig) -> Array:
     tower = config.vision
     x_isd = x_isd + params["patch_bias"][None, None] + params["vision_position"][None]
-    x_isd = _layer_norm(_run(params, x_isd, "vision", tower, None), params, "vision_norm", tower)
+    x_isd = _layer_norm(_run_tower(params, x_isd, "vision", tower, None), params, "vision_norm", tower)
     weights, biases = (jnp.split(params[name], 3, axis=-1) for name in ("pool_qkv", "pool_qkv_bias"))
     probe = jnp.broadcast_to(params["probe"][None, None], (len(x_isd), 1, tower.d))
     inputs = (probe, x_isd, x_isd)
     q, k, v = (_matmul(x, w) + b[None, None] for x, w, b in zip(inputs, weights, biases, strict=True))
-    pooled = _multiply(_mix(q, k, v, tower, None), params, "pool_o")
+    pooled = _linear_layer(_attention(q, k, v, tower, None), params, "pool_o")
     return (pooled + _feed_forward(_layer_norm(pooled, params, "pool_norm", tower), params, "pool", tower))[:, 0]
 
 
 def _siglip_text(params: Params, x_jsd: Array, tokens_js: Array, config: ImageTextConfig) -> Array:
-    x_jsd = _run(params, x_jsd, "text", config.text, None)
+    x_jsd = _run_tower(params, x_jsd, "text", config.text, None)
     last_jd = _layer_norm(x_jsd[:, -1], params, "text_norm", config.text)
     return _matmul(last_jd, params["text_project"]) + params["text_project_bias"][None]
 
 
-# How a kind reads an image off its patches and a text off its embedded tokens.
-READ_IMAGE = {"clip": _clip_image, "siglip": _siglip_image}  # (params, x_isd, config) -> [i p]
-READ_TEXT = {"clip": _clip_text, "siglip": _siglip_text}  # (params, x_jsd, tokens_js, config) -> [j p]
+# Embedding of an image from its patches, and of a text from its embedded tokens.
+POOL_IMAGE = {"clip": _clip_image, "siglip": _siglip_image}  # (params, x_isd, config) -> [i p]
+POOL_TEXT = {"clip": _clip_text, "siglip": _siglip_text}  # (params, x_jsd, tokens_js, config) -> [j p]
 
 
 # The tower --------------------------------------------------------------------------------------------
 
 
-def _run(params: Params, x: Array, side: str, tower: Tower, seen: Array | None) -> Array:
-    """All layers of a tower; `seen` [s s] says who sees whom, None: everybody."""
+def _run_tower(params: Params, x: Array, side: str, tower: Tower, mask: Array | None) -> Array:
+    """All layers of a tower; `mask` [s s] is the attention mask, None: full attention."""
     names = ("norm1", "norm2", "q", "k", "v", "o", "up", "down")
     stacked = {name + end: params[f"{side}_{name}{end}"] for name in names for end in ("", "_bias")}
-    return jax.lax.scan(partial(_layer, tower=tower, seen=seen), x, stacked)[0]
+    return jax.lax.scan(partial(_layer, tower=tower, mask=mask), x, stacked)[0]
 
 
-def _layer(x: Array, layer: Params, *, tower: Tower, seen: Array | None) -> tuple[Array, None]:
+def _layer(x: Array, layer: Params, *, tower: Tower, mask: Array | None) -> tuple[Array, None]:
     normed = _layer_norm(x, layer, "norm1", tower)
-    q, k, v = (_multiply(normed, layer, name) for name in ("q", "k", "v"))
-    x = x + _multiply(_mix(q, k, v, tower, seen), layer, "o")
+    q, k, v = (_linear_layer(normed, layer, name) for name in ("q", "k", "v"))
+    x = x + _linear_layer(_attention(q, k, v, tower, mask), layer, "o")
     return x + _feed_forward(_layer_norm(x, layer, "norm2", tower), layer, "", tower), None
 
 
 def _feed_forward(x: Array, params: Params, part: str, tower: Tower) -> Array:
     up, down = (f"{part}_{name}" if part else name for name in ("up", "down"))
-    return _multiply(ACTIVATIONS[tower.activation](_multiply(x, params, up)), params, down)
+    return _linear_layer(ACTIVATIONS[tower.activation](_linear_layer(x, params, up)), params, down)
 
 
-def _mix(q: Array, k: Array, v: Array, tower: Tower, seen: Array | None) -> Array:
+def _attention(q: Array, k: Array, v: Array, tower: Tower, mask: Array | None) -> Array:
     """Attention in float32 over heads: [r s d], [r c d], [r c d] -> [r s d]."""
     e = tower.d // tower.h
     q, k, v = (x.reshape(*x.shape[:2], tower.h, e) for x in (q, k, v))
     logits = jnp.einsum("rshe,rche->rhsc", q, k, precision=PRECISE, preferred_element_type=jnp.float32) * e**-0.5
-    if seen is not None:
-        logits = jnp.where(seen[None, None], logits, -jnp.inf)
-    share = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
-    return jnp.einsum("rhsc,rche->rshe", share, v, precision=PRECISE).reshape(*q.shape[:2], tower.d)
+    if mask is not None:
+        logits = jnp.where(mask[None, None], logits, -jnp.inf)
+    probs = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    return jnp.einsum("rhsc,rche->rshe", probs, v, precision=PRECISE).reshape(*q.shape[:2], tower.d)
 
 
-def _multiply(x: Array, params: Params, name: str) -> Array:
+def _linear_layer(x: Array, params: Params, name: str) -> Array:
     return _matmul(x, params[name]) + params[f"{name}_bias"][None, None]
 
 
 def _layer_norm(x: Array, params: Params, name: str, tower: Tower) -> Array:
-    """`x` less its mean over its deviation, in float32, scaled and shifted."""
-    wide = x.astype(jnp.float32)
-    centred = wide - wide.mean(axis=-1, keepdims=True)
+    """`(x - mean) / deviation * scale + bias`, computed in float32."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - x32.mean(axis=-1, keepdims=True)
     normed = centred * jax.lax.rsqrt((centred**2).mean(axis=-1, keepdims=True) + tower.norm_eps)
     before = tuple(range(x.ndim - 1))
     scale, bias = (jnp.expand_dims(params[name + end].astype(jnp.float32), before) for end in ("", "_bias"))

@@ -1,11 +1,12 @@
-"""The cache of a decoder: where new tokens go, and what they see.
+"""The KV cache of a decoder: which slots new tokens are written to, and how attention reads it.
 
-A row's tokens fill its slots from the first on, whatever padding stands between them. Attention reads the slots in
-blocks, of which only those that are filled in some row are met. Blocks are larger on accelerators, where a step costs
-more than the slots it reads. A TPU writes row by row: it would lay the whole cache out anew for a scatter.
+A row's tokens fill its slots from the first on, without gaps for padding. Attention reads the slots in blocks, and only
+those that some row has filled. Blocks are larger on accelerators, where a step costs more than the slots it reads. A
+TPU is written to row by row: for a scatter it would change the layout of the whole cache.
 
-A call may be for some rows alone (`Cache.rows`), each of which goes on from where it says; they are read and written
-where they lie, and only as far as they are filled. Such a row may be named twice, for tokens that follow each other.
+A call may be for some rows only (`Cache.rows`), each of which continues at its own `Cache.next`; these rows are read
+and written in place, and only as far as they are filled. Such a row may be named twice, for tokens that follow each
+other.
 """
 
 from functools import partial
@@ -15,181 +16,188 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from flowgrpo.contracts import Cache, Params
-from flowgrpo.models.attention import BLOCK, PRECISE, UNROLLED, Part, Slots, visible
+from flowgrpo.contracts import Cache
+from flowgrpo.models.attention import BLOCK, MAX_UNROLLED_BLOCKS, PRECISE, KVBlock, LayerCache, visible
 from flowgrpo.models.config import DecoderConfig
+from flowgrpo.types import Params
 
-WIDE_BLOCKS = (1024, 512, 256)  # of slots, on accelerators: the first that a cache is a whole number of
+WIDE_BLOCKS = (1024, 512, 256)  # slots, on accelerators: the first that divides the cache
 ALIGNED = 16  # slots that a TPU writes as a whole
-ROW_BY_ROW = 64  # rows at most that are written one after the other; each is compiled
+ROW_BY_ROW = 64  # largest number of rows that are written one after the other; each is compiled
+
+Layer = Array | tuple[Array, ...]  # keys or values of a layer, [r k c e], or an array for each block
+Layers = Array | tuple[Layer, ...]  # of all layers, [n r k c e], or of each
+KeysValues = tuple[Layers, Layers]
 
 
 def make_cache(rows: int, slots: int, *, config: DecoderConfig, dtype=jnp.float32, stacked: bool = True) -> Cache:
     """An empty cache of static size; more than one block of slots is rounded up to whole blocks.
 
-    Keys and values of all layers are `stacked`; or there is an array for each layer, and for each of its blocks where
-    they are few, which takes no copy to read.
+    `stacked` keeps keys and values of all layers in one array each. Otherwise each layer has its own arrays, one for
+    each block if there are few, which can be read without a copy.
     """
     slots = slots if slots <= BLOCK else -(-slots // BLOCK) * BLOCK
-    count = 0 if stacked else _blocks_apart(slots)
+    count = 0 if stacked else _num_block_arrays(slots)
 
-    def empty() -> Layers:  # arrays of their own, so that each can be donated
+    def empty() -> Layers:  # separate arrays, so that each can be donated
         if stacked:
             return jnp.zeros((config.num_layers, rows, config.k, slots, config.e), dtype)
         shape = (rows, config.k, BLOCK if count else slots, config.e)
-        arrays = [tuple(jnp.zeros(shape, dtype) for _ in range(count or 1)) for _ in range(config.num_layers)]
-        return tuple(blocks if count else blocks[0] for blocks in arrays)
+        layers = [tuple(jnp.zeros(shape, dtype) for _ in range(count or 1)) for _ in range(config.num_layers)]
+        return tuple(blocks if count else blocks[0] for blocks in layers)
 
     positions, segments = (jnp.zeros((rows, slots), jnp.int32) for _ in range(2))
     return Cache(empty(), empty(), positions, segments, jnp.zeros(rows, jnp.int32))
 
 
-def _blocks_apart(slots: int) -> int:
-    """Say how many blocks of a layer on its own are arrays: none where there is one, or more than are unrolled."""
+def _num_block_arrays(slots: int) -> int:
+    """Number of blocks of an unstacked layer that are arrays of their own; 0 if it has one block, or too many."""
     count = slots // BLOCK
-    return count if 1 < count <= UNROLLED else 0
+    return count if 1 < count <= MAX_UNROLLED_BLOCKS else 0
 
 
-class View(NamedTuple):
-    """Positions and segments of queries and keys, and slots in a cache: a layer's inputs beside its parameters."""
+class CacheView(NamedTuple):
+    """What a layer reads besides its parameters: positions and segments of queries and keys, and slots of the cache."""
 
     positions: Array  # r s
     segments: Array  # r s
-    k_positions: Array  # r c: of the keys, which are the same tokens where there is no cache
+    k_positions: Array  # r c: of the keys; without a cache these are the same tokens
     k_segments: Array  # r c
-    slots: Array | None = None  # r s: of the cache, where there is one, that the tokens go to
-    filled: Array | None = None  # r: slots of the cache that are filled; none of a row without real tokens
-    apart: int = 0  # how many blocks of a layer are arrays of their own
-    k_ends: Array | None = None  # r c: of the keys' subtrees, where the row is a tree of contexts
+    slots: Array | None = None  # r s: slot of the cache that each token is written to; None: no cache
+    filled: Array | None = None  # r: number of filled slots of the cache; 0 for a row without real tokens
+    block_arrays: int = 0  # number of blocks of a layer that are arrays of their own
+    k_ends: Array | None = None  # r c: ends of the keys' subtrees, if the row is a tree of contexts
     angles: tuple[Array, ...] = ()  # cosine and sine of each rope's angles, [ropes r s 1 e/2]
-    rows: Array | None = None  # r: of the cache, where the call is not for all of them in their order
+    rows: Array | None = None  # r: rows of the cache that the call is for; None: all, in order
 
 
-Layer = Array | tuple[Array, ...]  # keys or values of a layer, [r k c e], or an array for each block
-Layers = Array | tuple[Layer, ...]  # of all layers, [n r k c e], or of each
-Held = tuple[Layers, Layers]
-
-
-def extend_cache(tokens, positions, segments, cache: Cache | None, config: DecoderConfig) -> tuple[Cache | None, View]:
-    """The cache with positions and segments of the new tokens, and what the layers see."""
+def extend_cache(
+    tokens, positions, segments, cache: Cache | None, config: DecoderConfig
+) -> tuple[Cache | None, CacheView]:
+    """The cache with positions and segments of the new tokens (not yet their keys and values), and the layers' view."""
     real = segments > 0
     count = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
     if cache is None:
         positions = count if positions is None else jnp.asarray(positions)
-        return None, View(positions, segments, positions, segments)
+        return None, CacheView(positions, segments, positions, segments)
     positions = count + cache.next[:, None] if positions is None else jnp.asarray(positions)
     rows, capacity = cache.rows, cache.positions.shape[1]
-    positions = count + cache.next[:, None] if positions is None else jnp.asarray(positions)
-    # Real tokens move up to the first free slots, whatever padding stands between them; padding goes nowhere.
+    # Real tokens go to the first free slots, whatever padding there is between them; padding is not written.
     slots = jnp.where(real, cache.next[:, None] + count, capacity)
     at = (jnp.arange(len(tokens)) if rows is None else rows)[:, None], slots
     k_positions = cache.positions.at[at].set(positions, mode="drop")
     k_segments = cache.segments.at[at].set(segments, mode="drop")
-    held = cache.next + real.sum(axis=1, dtype=jnp.int32)
-    cache = cache.replace(positions=k_positions, segments=k_segments, next=held)
+    next_slot = cache.next + real.sum(axis=1, dtype=jnp.int32)
+    cache = cache.replace(positions=k_positions, segments=k_segments, next=next_slot)
     if rows is not None:
         k_positions, k_segments = (x.at[rows].get(mode="clip") for x in (k_positions, k_segments))
-    filled = jnp.minimum(jnp.where(real.any(axis=1), held, 0), capacity)
-    apart = _blocks_apart(capacity) if isinstance(cache.keys, tuple) else 0
-    return cache, View(positions, segments, k_positions, k_segments, slots, filled, apart, rows=rows)
+    filled = jnp.minimum(jnp.where(real.any(axis=1), next_slot, 0), capacity)
+    block_arrays = _num_block_arrays(capacity) if isinstance(cache.keys, tuple) else 0
+    return cache, CacheView(positions, segments, k_positions, k_segments, slots, filled, block_arrays, rows=rows)
 
 
-def block_sizes(view: View) -> tuple[int, int]:
-    """Count the slots that are attended to at once: on a CPU, and on an accelerator."""
+def block_sizes(view: CacheView) -> tuple[int, int]:
+    """Number of slots that are attended to at once: on a CPU, and on an accelerator."""
     slots = view.k_positions.shape[1]
     if slots > BLOCK and slots % BLOCK:
         raise ValueError(f"a cache of {slots} slots is no whole number of blocks of {BLOCK}: make it by make_cache")
-    own = min(slots, BLOCK)
-    return own, own if view.apart else next((size for size in WIDE_BLOCKS if slots % size == 0), own)
+    cpu_size = min(slots, BLOCK)
+    if view.block_arrays:
+        return cpu_size, cpu_size
+    return cpu_size, next((size for size in WIDE_BLOCKS if slots % size == 0), cpu_size)
 
 
-def count_blocks(view: View, size: int) -> Array | int:
-    """Count the blocks of this size that are filled in any row."""
+def num_filled_blocks(view: CacheView, size: int) -> Array | int:
+    """Number of blocks of this size that any row has filled."""
     assert view.filled is not None
     return 1 if size == view.k_positions.shape[1] else -(-view.filled.max() // size)
 
 
-def write_cache(held: Held, new: tuple[Array, Array], layer: Params, view: View) -> Held:
-    """The tokens' keys and values [r s k e] in their slots of a layer, in place where the cache is donated."""
+# Writing ----------------------------------------------------------------------------------------------
+
+
+def write_cache(kv: KeysValues, new: tuple[Array, Array], layer: Params, view: CacheView) -> KeysValues:
+    """Write the new tokens' keys and values [r s k e] to their slots of a layer, in place if the cache is donated."""
     assert view.slots is not None
     write = partial(_write_layer, index=layer["index"], slots=view.slots, rows=view.rows)
-    return write(held[0], new[0]), write(held[1], new[1])
+    return write(kv[0], new[0]), write(kv[1], new[1])
 
 
 def _write_layer(layers: Layers, x: Array, *, index, slots: Array, rows: Array | None) -> Layers:
-    if isinstance(layers, tuple):
-        own = layers[index]
-        if isinstance(own, tuple):
-            parts = enumerate(own)
-            own = tuple(_write(part, x, (), _within(slots, number), rows) for number, part in parts)
-        else:
-            own = _write(own, x, (), slots, rows)
-        return *layers[:index], own, *layers[index + 1 :]
-    return _write(layers, x, (index,), slots, rows)
+    if not isinstance(layers, tuple):
+        return _write(layers, x, (index,), slots, rows)
+    layer = layers[index]
+    if isinstance(layer, tuple):  # slots past the end of a block are not written
+        layer = tuple(
+            _write(block, x, (), jnp.where(slots // BLOCK == number, slots % BLOCK, BLOCK), rows)
+            for number, block in enumerate(layer)
+        )
+    else:
+        layer = _write(layer, x, (), slots, rows)
+    return *layers[:index], layer, *layers[index + 1 :]
 
 
-def _within(slots: Array, number: int) -> Array:
-    """Slots of a cache as those of one of its blocks, past its end where they are in another."""
-    return jnp.where(slots // BLOCK == number, slots % BLOCK, BLOCK)
-
-
-def _write(own: Array, x: Array, index: tuple, slots: Array, rows: Array | None) -> Array:
+def _write(cache: Array, x: Array, index: tuple, slots: Array, rows: Array | None) -> Array:
+    """`cache[index, rows, :, slots] = x`, row by row on a TPU if there are few rows."""
     scatter = partial(_scatter, index=index, rows=rows)
     if len(slots) > ROW_BY_ROW:
-        return scatter(own, x, slots)
+        return scatter(cache, x, slots)
     by_row = partial(_write_row_by_row, index=index, rows=rows)
-    return jax.lax.platform_dependent(own, x, slots, tpu=by_row, default=scatter)
+    return jax.lax.platform_dependent(cache, x, slots, tpu=by_row, default=scatter)
 
 
-def _scatter(own: Array, x: Array, slots: Array, *, index: tuple, rows: Array | None) -> Array:
+def _scatter(cache: Array, x: Array, slots: Array, *, index: tuple, rows: Array | None) -> Array:
     rows = (jnp.arange(len(slots)) if rows is None else rows)[:, None]
-    return own.at[(*index, rows, slice(None), slots)].set(x.astype(own.dtype), mode="drop")
+    return cache.at[(*index, rows, slice(None), slots)].set(x.astype(cache.dtype), mode="drop")
 
 
-def _write_row_by_row(own: Array, x: Array, slots: Array, *, index: tuple, rows: Array | None) -> Array:
-    """Change an aligned stretch of each row's slots, in which its tokens' are."""
-    capacity, new = own.shape[-2], x.shape[1]
+def _write_row_by_row(cache: Array, x: Array, slots: Array, *, index: tuple, rows: Array | None) -> Array:
+    """Update an aligned window of each row's slots that contains those of its tokens."""
+    capacity, new = cache.shape[-2], x.shape[1]
     width = min(capacity, ALIGNED if new == 1 else -(-new // ALIGNED) * ALIGNED + ALIGNED)
-    sizes = (*(1,) * (len(index) + 1), own.shape[-3], width, own.shape[-1])
+    sizes = (*(1,) * (len(index) + 1), cache.shape[-3], width, cache.shape[-1])
     first_r = jnp.minimum(slots.min(axis=1) // ALIGNED * ALIGNED, capacity - width)
-    taken_rws = slots[:, None, :] == first_r[:, None, None] + jnp.arange(width)[None, :, None]
+    written_rws = slots[:, None, :] == first_r[:, None, None] + jnp.arange(width)[None, :, None]
     real_rs = slots < capacity
-    known = jnp.where(real_rs[:, :, None, None], x, jnp.zeros((), x.dtype)).astype(own.dtype)
+    real_x = jnp.where(real_rs[:, :, None, None], x, jnp.zeros((), x.dtype)).astype(cache.dtype)
     # At most one token goes to a slot, and a product with 1 is exact.
-    placed = jnp.einsum("rws,rske->rkwe", taken_rws.astype(own.dtype), known, precision=PRECISE)
+    placed = jnp.einsum("rws,rske->rkwe", written_rws.astype(cache.dtype), real_x, precision=PRECISE)
     for i in range(len(slots)):
-        # A row that isn't there is another one here, which stays as it is.
+        # The index of a row that does not exist is clipped to another row, which is left unchanged.
         at = (*index, i if rows is None else rows[i], 0, first_r[i], 0)
-        was = jax.lax.dynamic_slice(own, at, sizes)
-        now = jnp.where(taken_rws[i].any(axis=1)[None, :, None], placed[i], was)
-        own = jax.lax.dynamic_update_slice(own, now.reshape(sizes), at)
-    return own
+        before = jax.lax.dynamic_slice(cache, at, sizes)
+        after = jnp.where(written_rws[i].any(axis=1)[None, :, None], placed[i], before)
+        cache = jax.lax.dynamic_update_slice(cache, after.reshape(sizes), at)
+    return cache
 
 
-def slots_of(held: Held, layer: Params, view: View) -> Slots | None:
-    """The slots of a layer as they lie, in the cache of all layers or alone; None of blocks apart, or of some rows."""
+# Reading ----------------------------------------------------------------------------------------------
+
+
+def layer_cache(kv: KeysValues, layer: Params, view: CacheView) -> LayerCache | None:
+    """One layer of the cache without a copy, for a kernel; None if its blocks are separate arrays, or for some rows."""
     assert view.filled is not None
     if view.rows is not None:
         return None
-    k, v, index = *held, layer["index"]
+    k, v, index = *kv, layer["index"]
     if isinstance(k, tuple) or isinstance(v, tuple):
         k, v, index = k[index], v[index], 0
         if isinstance(k, tuple) or isinstance(v, tuple):
             return None
         k, v = k[None], v[None]
-    return Slots(k, v, index, view.filled)
+    return LayerCache(k, v, index, view.filled)
 
 
-def block(index: Array | int, *, held: Held, layer: Params, view: View, size: int) -> Part:
-    """Keys and values of one block of a layer's slots, as they lie, and who sees them."""
+def read_block(index: Array | int, *, kv: KeysValues, layer: Params, view: CacheView, size: int) -> KVBlock:
+    """Keys and values of one block of a layer's slots, with their mask."""
     pick = partial(jax.lax.dynamic_slice_in_dim, start_index=index * size, slice_size=size)
-    k, v = (_pick_block(layers, layer["index"], index * size, size, view.rows) for layers in held)
+    k, v = (_read_slots(layers, layer["index"], index * size, size, view.rows) for layers in kv)
     k_positions, k_segments = pick(view.k_positions, axis=1), pick(view.k_segments, axis=1)
     return k, v, visible(view.positions, k_positions, view.segments, k_segments, layer["window"])
 
 
-def _pick_block(layers: Layers, index, start: Array | int, size: int, rows: Array | None) -> Array:
-    """So many slots of a layer, of all rows or of these; where they are all, as they lie."""
+def _read_slots(layers: Layers, index, start: Array | int, size: int, rows: Array | None) -> Array:
+    """`size` slots of a layer from `start` on, of all rows or of `rows`; without a copy if they are the whole array."""
     if isinstance(layers, tuple):
         layer = layers[index]
         if isinstance(layer, tuple):
@@ -197,10 +205,10 @@ def _pick_block(layers: Layers, index, start: Array | int, size: int, rows: Arra
             layer, start = layer[start // size], 0
         if rows is None and layer.shape[2] == size:
             return layer
-        own, index = layer[None], 0
+        cache, index = layer[None], 0
     else:
-        own = layers
-    sizes = (1, 1 if rows is not None else own.shape[1], own.shape[2], size, own.shape[4])
+        cache = layers
+    sizes = (1, 1 if rows is not None else cache.shape[1], cache.shape[2], size, cache.shape[4])
     if rows is None:
-        return jax.lax.dynamic_slice(own, (index, 0, 0, start, 0), sizes)[0]
-    return jax.vmap(lambda row: jax.lax.dynamic_slice(own, (index, row, 0, start, 0), sizes)[0, 0])(rows)
+        return jax.lax.dynamic_slice(cache, (index, 0, 0, start, 0), sizes)[0]
+    return jax.vmap(lambda row: jax.lax.dynamic_slice(cache, (index, row, 0, start, 0), sizes)[0, 0])(rows)

@@ -1,9 +1,9 @@
-"""Choose the part of the parameters that an update changes: all of them, an adapter, the actor and its critic.
+"""Which part of the parameters an update changes: all of them, an adapter, or the actor and its critic.
 
-    part = trained.take(params);   params = trained.put(params, part)
+    part = trainable.split(params);   params = trainable.merge(params, part)
 
-The gradient, the optimizer's memory and the reference are of the part alone: what is frozen is stored once, and
-`put(params, reference)` is the whole reference. A part may be any pytree.
+Gradient, optimizer state and reference cover the trainable part alone: frozen parameters are stored once, and
+`merge(params, reference)` is the whole reference. A part may be any pytree.
 """
 
 from collections.abc import Callable
@@ -12,20 +12,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-
-class Trained(NamedTuple):
-    """A part of the parameters, and how it goes back; pure."""
-
-    take: Callable[[Any], Any]  # params -> part
-    put: Callable[[Any, Any], Any]  # (params, part) -> params
+from flowgrpo.types import Params, PyTree
 
 
-WHOLE = Trained(lambda params: params, lambda _, part: part)
-ADAPTER = Trained(lambda params: params.adapter, lambda params, part: params._replace(adapter=part))
+class TrainableSubset(NamedTuple):
+    """Two pure functions: one splits the trainable part off the parameters, the other merges it back."""
+
+    split: Callable[[Params], PyTree]  # params -> part
+    merge: Callable[[Params, PyTree], Params]  # (params, part) -> params
 
 
-def cast(params: Any, dtype: Any) -> Any:
-    """The parameters in another type of number, to compute with; gradients flow back in their own."""
+ALL_PARAMS = TrainableSubset(lambda params: params, lambda _, part: part)
+ADAPTER = TrainableSubset(lambda params: params.adapter, lambda params, part: params._replace(adapter=part))
+
+
+def cast(params: Params, dtype: Any) -> Params:
+    """Floating-point parameters cast to the compute dtype; gradients flow back in the dtype of the parameters."""
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
 
 
@@ -35,20 +37,20 @@ def cast(params: Any, dtype: Any) -> Any:
 class ActorCritic(NamedTuple):
     """Parameters of a policy and of its critic; in a reference, which needs no values, `critic` is None."""
 
-    policy: Any
-    critic: Any
+    policy: Params
+    critic: Params
 
 
-def acting(params: Any) -> Any:
-    """The policy's own parameters."""
+def actor_params(params: Params) -> Params:
+    """The policy's parameters, without those of a critic."""
     return params.policy if isinstance(params, ActorCritic) else params
 
 
-def actor_critic(trained: Trained = WHOLE) -> Trained:
-    """Build the `Trained` of an `ActorCritic`: the part of the policy that `trained` takes, and all of its critic."""
+def actor_critic(trainable: TrainableSubset = ALL_PARAMS) -> TrainableSubset:
+    """The subset of an `ActorCritic` that trains the policy's part given by `trainable`, and the whole critic."""
 
-    def put(params: ActorCritic, part: ActorCritic) -> ActorCritic:
+    def merge(params: ActorCritic, part: ActorCritic) -> ActorCritic:
         critic = params.critic if part.critic is None else part.critic
-        return ActorCritic(trained.put(params.policy, part.policy), critic)
+        return ActorCritic(trainable.merge(params.policy, part.policy), critic)
 
-    return Trained(lambda params: ActorCritic(trained.take(params.policy), params.critic), put)
+    return TrainableSubset(lambda params: ActorCritic(trainable.split(params.policy), params.critic), merge)

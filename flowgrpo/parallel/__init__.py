@@ -1,12 +1,12 @@
-"""Several devices: meshes, rows dealt over them, models moved off them.
+"""Several devices: meshes, sharding of rows and parameters, offloading of models.
 
 Modules:
 
-    compile_ahead  Wait less for programs: compile them before they are called, in a thread, say, or with less effort
-    offload        Keep each model where a table has it in each stage (device, host or disk)
-    row_sharding   Deal rows, or whole runs, over several devices, each of which does the same with its share
-    sharding       Lay parameters and rows out on a mesh of devices, by the letters of their axes and one table of rules
+    compile_ahead  Compile programs before they are called, or faster
+    offload        Offload models to the host or the disk in the stages that don't use them; measure memory
+    row_sharding   Shard rows, or whole runs, over several devices, each of which runs the same program on its share
+    sharding       Shard parameters and rows over a mesh, by the axis letters of the parameters and one table of rules
 """
 
-from flowgrpo.parallel.row_sharding import data_mesh, many_updates, over_runs, stack_trees
-from flowgrpo.parallel.sharding import make_mesh, mesh_of
+from flowgrpo.parallel.row_sharding import data_mesh, map_runs, scan_updates, stack_trees
+from flowgrpo.parallel.sharding import make_mesh, resolve_mesh

@@ -1,10 +1,10 @@
-"""Wait less for programs: compile them before they are called, in a thread, say, or with less effort.
+"""Compile programs before they are called, for example in a thread, or compile them faster.
 
-    played = compile_ahead(play, params, tasks)        the shapes of its results, which lie where they will
-    compile_ahead(score, params, played)               so the next program can follow
-    draw = jit_quickly(draw_tasks)                     for what computes little
+    trajectories = compile_ahead(roll_out, params, tasks)   shapes and shardings of its results
+    compile_ahead(score, params, trajectories)              so that the next program can be compiled too
+    draw = jit_quickly(draw_tasks)                          for programs that compute little
 
-A call finds what was compiled where its arguments have the same shapes and lie on the same devices.
+A call uses the compiled program if its arguments have the same shapes and are on the same devices.
 """
 
 from collections.abc import Callable
@@ -14,28 +14,27 @@ import jax
 
 
 def compile_ahead(program: Any, *arguments: Any) -> Any:
-    """Compile a jitted function for these arguments, or for their shapes -> the shapes of what it gives."""
-    shapes = program.eval_shape(*arguments)  # which alone says whose types are weak
+    """Compile a jitted function for these arguments, or for their shapes -> shapes and shardings of its results."""
+
+    def result(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+        committed = sharding if len(sharding.device_set) > 1 else None  # results on a single device are uncommitted
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=committed, weak_type=shape.weak_type)
+
+    shapes = program.eval_shape(*arguments)  # the only source of weak types
     compiled = program.lower(*arguments).compile()
-    return jax.tree.map(_result, shapes, compiled.output_shardings)
+    return jax.tree.map(result, shapes, compiled.output_shardings)
 
 
-def _result(shape: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-    """The shape of a result and where it lies; one on the only device is not bound to it."""
-    bound = sharding if len(sharding.device_set) > 1 else None
-    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=bound, weak_type=shape.weak_type)
-
-
-def on_host(shapes: Any) -> Any:
-    """The shapes of these results after `jax.device_get`."""
+def host_shapes(shapes: Any) -> Any:
+    """The shapes of these results after `jax.device_get`, without shardings."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
 
-# Of what computes with whole numbers the results are the same; the last bit of others may not be.
+# Results of integer programs stay the same; in others the last bit may differ.
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
-def jit_quickly(function: Callable, **settings: Any) -> Any:
-    """`jax.jit` of what computes little: on a CPU it is compiled in a quarter of the time, and runs slower."""
+def jit_quickly(function: Callable, *, out_shardings: Any = None) -> Any:
+    """`jax.jit` for programs that compute little: on a CPU they compile in a quarter of the time, and run slower."""
     options = QUICK if jax.default_backend() == "cpu" else None
-    return jax.jit(function, compiler_options=options, **settings)
+    return jax.jit(function, compiler_options=options, out_shardings=out_shardings)

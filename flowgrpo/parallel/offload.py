@@ -1,25 +1,25 @@
-"""Keep each model where a table has it in each stage (device, host or disk), and measure the memory of stages.
+"""Offload models to the host or the disk in the stages that don't use them, and measure the memory of stages.
 
-    with Residency(places(HOST)) as residency:
-        residency.hold("optimizer", state.optimizer)     # a version, wherever its arrays lie
-        residency.enter("train")                         # what is not used leaves the device, what is used comes
-        step(residency["optimizer"])
+    with HostOffloader(placement_table(HOST)) as offloader:
+        offloader.put("optimizer", state.optimizer)      # a version, wherever its arrays are
+        offloader.enter("train")                         # unused models leave the device, used ones come to it
+        step(offloader["optimizer"])
 
-        model        rollout    inference  train         places(HOST); elsewhere is pinned host memory,
-        policy       device     device     device        with places(DISK) files that are mapped into memory
+        model        rollout    inference  train         placement_table(HOST); elsewhere is pinned host memory,
+        policy       device     device     device        with placement_table(DISK) memory-mapped files
         optimizer    elsewhere  elsewhere  device
         reference    elsewhere  device     elsewhere
         critic       elsewhere  device     device
         judge        device     device     elsewhere
 
-All that is held belongs to the `Residency` and stays the same to the bit: buffers on the device are deleted as soon as
-their copy is under way. Copies off the device stay while the version lasts, so a frozen model is written once and only
-dropped afterwards. Moves are dispatched and not waited for: they overlap with what the caller does next, where the
-hardware allows it. Under an adapter the base is the policy's own, so that reference and frozen roles are small.
+The offloader owns the models, and never changes a bit of them: buffers on the device are deleted as soon as their copy
+has started. Copies off the device are kept as long as the version, so a frozen model is written once and only dropped
+afterwards. Moves are dispatched asynchronously: they overlap with what the caller does next, if the hardware allows it.
+With an adapter the base belongs to the policy, so reference and frozen roles are small.
 
-A `MemoryMeter` keeps the most memory of each stage. Where a device counts its own (`memory_stats`: GPU and TPU), a
-thread looks every few milliseconds, and the device's own peak counts where it rose in the stage. Elsewhere the bytes
-of live arrays are summed at the beginning and the end of a stage, without what a program needs while it runs.
+A `MemoryMeter` records the peak memory of each stage. If the devices count their memory (`memory_stats`: GPU and TPU),
+a thread samples it every few milliseconds, and the device's own peak counts if it rose in the stage. Otherwise the
+bytes of live arrays are summed at the start and the end of a stage, without a program's temporary buffers.
 """
 
 import math
@@ -36,14 +36,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, PyTree
 
 Place = str
 DEVICE, HOST, DISK = PLACES = ("device", "host", "disk")
 STAGES = ("rollout", "inference", "train")
 Table = Mapping[str, Mapping[str, Place]]  # model -> stage -> place
 
-PINNED = "pinned_host"  # the kind of memory that a device reaches by itself
+PINNED = "pinned_host"  # JAX's name of host memory that a device can access directly
 USED = {  # the stages in which a model is read
     "policy": ("rollout", "inference", "train"),
     "optimizer": ("train",),
@@ -51,162 +51,178 @@ USED = {  # the stages in which a model is read
     "critic": ("inference", "train"),
     "judge": ("rollout", "inference"),  # groups are judged while others generate, and while the reference scores
 }
-ALIGNED = 4096  # bytes: where each array begins in a file
+ALIGNED = 4096  # bytes; every array starts at a multiple of them in a file
 
 
-def places(elsewhere: Place) -> Table:
+def placement_table(elsewhere: Place) -> Table:
     """Each model on the device in the stages that read it, and `elsewhere` in the others."""
     return {name: {stage: DEVICE if stage in used else elsewhere for stage in STAGES} for name, used in USED.items()}
 
 
 class Move(NamedTuple):
-    """One model moved from one place to another."""
+    """A model that was moved from one place to another."""
 
     model: str
     source: Place
     target: Place
     bytes: int
-    seconds: float  # from its dispatch until all was there
+    seconds: float  # from its dispatch until it was complete
 
 
 @dataclass(eq=False)
-class Version:
+class ModelVersion:
     """One version of a model: equal copies at one or more places."""
 
-    copies: dict[Place, Any]
-    place: Place  # where it is in the present stage
+    copies: dict[Place, PyTree]
+    place: Place  # in the current stage
     shardings: list[Any]  # of its leaves, on the device
-    writing: "Future[Any] | None" = None  # to the disk
+    writing: "Future[PyTree] | None" = None  # to the disk
     reading: "Future[list] | None" = None  # from the disk, ahead of its use
-    moving: dict[Place, Future] = field(default_factory=dict)  # where copies are on their way to
+    moving: dict[Place, Future] = field(default_factory=dict)  # target -> a copy in flight
 
 
-class Residency:
-    """The models of a run, each where the table has it in the present stage; close it, or use it in a `with` block."""
+class HostOffloader:
+    """The models of a run, each where the table puts it in the current stage; close it, or use it in a `with` block."""
 
     def __init__(self, table: Table, *, folder: str | os.PathLike | None = None):
-        """`folder` takes the files, which have no name there, so that nothing is left of a process that was killed."""
-        _check(table, folder)
+        """`folder` takes the files; they are unlinked at once, so nothing is left of a process that was killed."""
+        for name, row in table.items():
+            if set(row) != set(STAGES) or not set(row.values()) <= set(PLACES):
+                raise BadInput(f"the places of {name!r} are {dict(row)}: give each of {STAGES} one of {PLACES}")
+            if DISK in row.values() and folder is None:
+                raise BadInput(f"the places of {name!r} name the disk: pass the folder= that takes its files")
         self.table, self._folder = table, folder
-        self._versions: dict[str, Version] = {}
+        self._versions: dict[str, ModelVersion] = {}
         self._moves: list[Move] = []
-        self._pool = ThreadPoolExecutor(4, thread_name_prefix="flowgrpo-residency")
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="flowgrpo-offloader")
 
-    def __enter__(self) -> "Residency":
+    def __enter__(self) -> "HostOffloader":
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
 
     def close(self) -> None:
-        """Wait for what is under way, and let everything go."""
+        """Wait for moves in flight, and drop all models."""
         self._pool.shutdown()
         self._versions.clear()
 
-    def hold(self, name: str, tree: Any) -> None:
-        """Take over a model; what is held already, at whatever place, stays as it is."""
+    def put(self, name: str, tree: PyTree) -> None:
+        """Take ownership of a model; does nothing if a copy of it, at any place, consists of the same arrays."""
         if name not in self.table:
             raise BadInput(f"the table of places has no model {name!r}: add its row; it has {', '.join(self.table)}")
-        before = self._versions.get(name)
-        if before is None or not any(_same(copy, tree) for copy in before.copies.values()):
-            place = place_of(tree)
-            if DISK in self.table[name].values():
-                _check_whole(name, tree)
-            self._versions[name] = Version({place: tree}, place, _on_device(name, tree, before))
+        previous = self._versions.get(name)
+        if previous is not None and any(_is_same(copy, tree) for copy in previous.copies.values()):
+            return
+        place = place_of(tree)
+        leaves = jax.tree.leaves(tree)
+        if DISK in self.table[name].values() and any(
+            isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in leaves
+        ):
+            raise BadInput(
+                f"parts of the {name} are in other processes, so it can't go to the disk: offload to the host"
+            )
+        if place != DISK:
+            shardings = [_in_default_memory(leaf.sharding) for leaf in leaves]
+        elif previous is not None and len(previous.shardings) == len(leaves):
+            shardings = previous.shardings
+        else:
+            raise BadInput(f"the {name} is on the disk, and its sharding is not known: put it on a device first")
+        self._versions[name] = ModelVersion({place: tree}, place, shardings)
 
-    def __getitem__(self, name: str) -> Any:
-        """The model where it is in the present stage; its arrays may still be on their way."""
+    def __getitem__(self, name: str) -> PyTree:
+        """The model at its place in the current stage; its arrays may still be in flight."""
         version = self._versions[name]
         if version.place == DISK:
-            _settle(version)
+            _finish_writing(version)
         return version.copies[version.place]
 
     def enter(self, stage: str) -> None:
-        """Send every model to its place in this stage: first what leaves the device, then what comes to it."""
-        going = {name: self.table[name][stage] for name in self._versions}
-        for name in sorted(going, key=lambda name: going[name] == DEVICE):
-            self._send(name, going[name])
+        """Move every model to its place in this stage; those that leave the device go first."""
+        targets = {name: self.table[name][stage] for name in self._versions}
+        for name in sorted(targets, key=lambda name: targets[name] == DEVICE):
+            self._move(name, targets[name])
 
-    def ahead(self, stage: str) -> None:
-        """Begin to read what this stage will want from the disk; no device memory is taken."""
+    def prefetch(self, stage: str) -> None:
+        """Start reading from the disk what this stage needs on the device; takes no device memory."""
         for name, version in self._versions.items():
             if self.table[name][stage] == DEVICE and not {DEVICE, HOST} & set(version.copies) and not version.reading:
-                version.reading = self._pool.submit(self._read, name, _settle(version))
+                version.reading = self._pool.submit(self._read, name, _finish_writing(version))
 
     def wait(self) -> None:
-        """Until all moves are done: before buffers are donated, and before moves are summed up."""
+        """Wait until all moves are complete: needed before buffers are donated, and before moves are summed up."""
         for version in self._versions.values():
             for move in version.moving.values():
                 move.result()
             version.moving.clear()
             if version.writing is not None:
-                _settle(version)
+                _finish_writing(version)
 
-    def moves(self) -> list[Move]:
-        """The moves that were finished since this was asked last."""
-        found, self._moves = self._moves, []
-        return found
+    def pop_moves(self) -> list[Move]:
+        """The moves that were completed since the last call."""
+        moves, self._moves = self._moves, []
+        return moves
 
     # Moves --------------------------------------------------------------------------------------------
 
-    def _send(self, name: str, place: Place) -> None:
+    def _move(self, name: str, place: Place) -> None:
         version = self._versions[name]
         if place not in version.copies and not (place == DISK and version.writing):
             if place == DISK:
-                self._put(name, version, HOST)
+                self._copy(name, version, HOST)
                 leaves, treedef = jax.tree.flatten(version.copies[HOST])
                 version.writing = self._pool.submit(self._write, name, leaves, treedef)
             else:
-                self._put(name, version, place)
+                self._copy(name, version, place)
         if place != DEVICE and DEVICE in version.copies:
-            self._destroy(name)
+            self._delete_on_device(name)
         if place == DISK and DISK in version.copies:
             version.copies.pop(HOST, None)
         version.place = place
 
-    def _put(self, name: str, version: Version, place: Place) -> None:
-        """A copy on the device or in pinned memory, from wherever there is one."""
+    def _copy(self, name: str, version: ModelVersion, place: Place) -> None:
+        """Start a copy to the device or to pinned memory, from the nearest place that has one."""
         if place in version.copies:
             return
         source: Place = next((near for near in (HOST, DEVICE) if near in version.copies), DISK)
-        tree = _settle(version) if source == DISK else version.copies[source]
+        tree = _finish_writing(version) if source == DISK else version.copies[source]
         leaves, treedef = jax.tree.flatten(tree)
         if source == DISK:
             reading, version.reading = version.reading or self._pool.submit(self._read, name, tree), None
             leaves, source = reading.result(), HOST
-        began = time.monotonic()
-        there = [sharding if place == DEVICE else pinned(sharding) for sharding in version.shardings]
-        copies = jax.device_put(leaves, there)
+        start = time.monotonic()
+        copies = jax.device_put(leaves, [x if place == DEVICE else pinned(x) for x in version.shardings])
         version.copies[place] = jax.tree.unflatten(treedef, copies)
-        version.moving[place] = self._pool.submit(self._arrived, name, source, place, copies, began)
 
-    def _arrived(self, name: str, source: Place, place: Place, copies: list, began: float) -> None:
-        jax.block_until_ready(copies)
-        self._note(name, source, place, copies, began)
+        def wait_for_copies() -> None:
+            jax.block_until_ready(copies)
+            self._record(name, source, place, copies, start)
 
-    def _note(self, name: str, source: Place, target: Place, leaves: Sequence[Any], began: float) -> None:
+        version.moving[place] = self._pool.submit(wait_for_copies)
+
+    def _record(self, name: str, source: Place, target: Place, leaves: Sequence[Any], start: float) -> None:
         if leaves:
             size = sum(leaf.nbytes for leaf in leaves)
-            self._moves.append(Move(name, source, target, size, time.monotonic() - began))
+            self._moves.append(Move(name, source, target, size, time.monotonic() - start))
 
-    def _destroy(self, name: str) -> None:
-        """Delete a model's buffers on the device, those excepted that another model has there too."""
+    def _delete_on_device(self, name: str) -> None:
+        """Delete a model's buffers on the device, except those that another model shares."""
         others = [
             other.copies[DEVICE] for key, other in self._versions.items() if key != name and DEVICE in other.copies
         ]
-        kept = {id(leaf) for leaf in jax.tree.leaves(others)}
+        shared = {id(leaf) for leaf in jax.tree.leaves(others)}
         version = self._versions[name]
-        if (coming := version.moving.pop(DEVICE, None)) is not None:
-            coming.result()
+        if (arrival := version.moving.pop(DEVICE, None)) is not None:
+            arrival.result()
         for leaf in jax.tree.leaves(version.copies.pop(DEVICE)):
-            if id(leaf) not in kept and not leaf.is_deleted():
+            if id(leaf) not in shared and not leaf.is_deleted():
                 leaf.delete()
 
     # Files --------------------------------------------------------------------------------------------
 
     def _write(self, name: str, leaves: list, treedef: Any) -> Any:
-        """The tree of arrays that a new file holds, mapped into memory."""
-        began = time.monotonic()
+        """Write the arrays to a new file -> the tree of memory-mapped arrays; the file lasts as long as they do."""
+        start_time = time.monotonic()
         arrays = [np.asarray(leaf) for leaf in leaves]
         starts = np.cumsum([0, *(-(-array.nbytes // ALIGNED) * ALIGNED for array in arrays)]).tolist()
         try:
@@ -216,56 +232,47 @@ class Residency:
                     file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
                 file.truncate(starts[-1])
                 file.flush()
-                views = [_map(file, array, start) for start, array in zip(starts, arrays, strict=False)]
+                views = [
+                    np.memmap(file, array.dtype, "r", start, array.shape)
+                    if array.nbytes
+                    else np.zeros(array.shape, array.dtype).view(np.memmap)
+                    for start, array in zip(starts, arrays, strict=False)
+                ]
         except OSError as error:
             raise BadInput(
                 f"{self._folder} can't take the {starts[-1] / 1e9:.1f} GB of the {name} ({error.strerror}): free some "
                 "space, choose another folder, or offload to the host"
             ) from None
-        self._note(name, HOST, DISK, arrays, began)
+        self._record(name, HOST, DISK, arrays, start_time)
         return jax.tree.unflatten(treedef, views)
 
     def _read(self, name: str, tree: Any) -> list[np.ndarray]:
-        began = time.monotonic()
+        start = time.monotonic()
         arrays = [np.array(view) for view in jax.tree.leaves(tree)]
-        self._note(name, DISK, HOST, arrays, began)
+        self._record(name, DISK, HOST, arrays, start)
         return arrays
 
 
-# Parts ------------------------------------------------------------------------------------------------
-
-
-def _check(table: Table, folder: str | os.PathLike | None) -> None:
-    """Raise `BadInput` for a table with holes, unknown places, or a disk that is nowhere."""
-    for name, row in table.items():
-        if set(row) != set(STAGES) or not set(row.values()) <= set(PLACES):
-            raise BadInput(f"the places of {name!r} are {dict(row)}: give each of {STAGES} one of {PLACES}")
-        if DISK in row.values() and folder is None:
-            raise BadInput(f"the places of {name!r} name the disk: pass the folder= that takes its files")
-
-
-def _check_whole(name: str, tree: Any) -> None:
-    if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
-        raise BadInput(f"parts of the {name} lie in other processes, so it can't go to the disk: offload to the host")
+# Places -----------------------------------------------------------------------------------------------
 
 
 def pinned(sharding: Any) -> Any:
-    """Convert a sharding to one that divides an array alike in pinned host memory."""
+    """The same sharding in pinned host memory."""
     kinds = [memory.kind for memory in next(iter(sharding.addressable_devices)).addressable_memories()]
     if PINNED not in kinds:
         raise BadInput(f"this device has no {PINNED} memory (it has {', '.join(kinds)}): offload nothing here")
     return sharding.with_memory_kind(PINNED)
 
 
-def place_of(tree: Any) -> Place:
-    """Find the one place where all arrays of a tree are; raise `BadInput` where there are several."""
-    found = {_place(leaf) for leaf in jax.tree.leaves(tree)}
-    if len(found) > 1:
-        raise BadInput(f"a model lies in {' and '.join(sorted(found))} at once: bring its arrays to one place")
-    return found.pop() if found else DEVICE
+def place_of(tree: PyTree) -> Place:
+    """The place of all arrays of a tree; raises `BadInput` if they are at several."""
+    places = {_place_of_leaf(leaf) for leaf in jax.tree.leaves(tree)}
+    if len(places) > 1:
+        raise BadInput(f"a model is in {' and '.join(sorted(places))} at once: bring its arrays to one place")
+    return places.pop() if places else DEVICE
 
 
-def _place(leaf: Any) -> Place:
+def _place_of_leaf(leaf: Any) -> Place:
     if isinstance(leaf, np.memmap):
         return DISK
     if isinstance(leaf, jax.Array):
@@ -273,31 +280,20 @@ def _place(leaf: Any) -> Place:
     raise BadInput(f"a model holds a {type(leaf).__name__}, which is no array of JAX: put it on a device first")
 
 
-def _on_device(name: str, tree: Any, before: Version | None) -> list[Any]:
-    """Say how the leaves of a tree lie on the device, or would."""
-    leaves = jax.tree.leaves(tree)
-    if place_of(tree) == DISK:
-        if before is None or len(before.shardings) != len(leaves):
-            raise BadInput(
-                f"the {name} lies on the disk, and where it belongs is not known: bring it to a device first"
-            )
-        return before.shardings
-    return [_default(leaf.sharding) for leaf in leaves]
-
-
-def _default(sharding: Any) -> Any:
+def _in_default_memory(sharding: Any) -> Any:
+    """The same sharding in the devices' default memory."""
     kind = next(iter(sharding.addressable_devices)).default_memory().kind
     return sharding if sharding.memory_kind == kind else sharding.with_memory_kind(kind)
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Say whether two trees hold the very same arrays."""
-    leaves = [jax.tree.leaves(tree) for tree in (one, other)]
-    return len(leaves[0]) == len(leaves[1]) and all(a is b for a, b in zip(*leaves, strict=True))
+def _is_same(tree: PyTree, other: PyTree) -> bool:
+    """Whether two trees consist of the same array objects."""
+    leaves, other_leaves = jax.tree.leaves(tree), jax.tree.leaves(other)
+    return len(leaves) == len(other_leaves) and all(a is b for a, b in zip(leaves, other_leaves, strict=True))
 
 
-def _settle(version: Version) -> Any:
-    """The copy on the disk, once it is written; from then on the host needs none."""
+def _finish_writing(version: ModelVersion) -> PyTree:
+    """Wait for the copy on the disk, and return it; the host's is dropped if the disk is the model's place."""
     if version.writing is not None:
         version.copies[DISK], version.writing = version.writing.result(), None
         if version.place == DISK:
@@ -305,70 +301,68 @@ def _settle(version: Version) -> Any:
     return version.copies[DISK]
 
 
-def _map(file: Any, array: np.ndarray, start: int) -> np.memmap:
-    """A part of a file as an array that can't be changed; the file lasts as long as its arrays."""
-    size = array.nbytes
-    if not size:
-        return np.zeros(array.shape, array.dtype).view(np.memmap)
-    return np.memmap(file, array.dtype, "r", start, array.shape)
-
+# Memory -----------------------------------------------------------------------------------------------
 
 COUNTED, SUMMED = "memory_stats", "live arrays at the ends of stages"
 
 
 class MemoryMeter:
-    """The most bytes that the fullest device held in each stage."""
+    """Peak memory of each stage, in bytes on the fullest device."""
 
-    def __init__(self, every: float = 0.01):
-        self.source = COUNTED if _stats() else SUMMED
+    def __init__(self, interval: float = 0.01):
+        """`interval` is the time between two samples, in seconds."""
+        self.source = COUNTED if _memory_stats() else SUMMED
         self.peaks: dict[str, int] = {}
-        self._every = every
+        self._interval = interval
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure what happens in the block; stages may overlap."""
-        peak, over = _peak(), threading.Event()
-        self._look(name)
+        """Measure the block as a stage; stages may overlap."""
+        peak_before, is_over = _device_peak(), threading.Event()
+        self._sample(name)
         if self.source == COUNTED:
-            threading.Thread(target=self._watch, args=(name, over), name="flowgrpo-memory-meter", daemon=True).start()
+            watch = threading.Thread(
+                target=self._watch, args=(name, is_over), name="flowgrpo-memory-meter", daemon=True
+            )
+            watch.start()
         try:
             yield
         finally:
-            over.set()
-            self._look(name)
-            if (after := _peak()) > peak:
-                self._take(name, after)
+            is_over.set()
+            self._sample(name)
+            if (peak := _device_peak()) > peak_before:
+                self._record(name, peak)
 
-    def take(self) -> dict[str, int]:
-        """The peaks since this was asked last."""
-        found, self.peaks = self.peaks, {}
-        return found
+    def pop_peaks(self) -> dict[str, int]:
+        """The peaks since the last call."""
+        peaks, self.peaks = self.peaks, {}
+        return peaks
 
-    def _watch(self, name: str, over: threading.Event) -> None:
-        while not over.wait(self._every):
-            self._look(name)
+    def _watch(self, name: str, is_over: threading.Event) -> None:
+        while not is_over.wait(self._interval):
+            self._sample(name)
 
-    def _look(self, name: str) -> None:
-        held = _stats()
-        self._take(name, max(one["bytes_in_use"] for one in held) if held else live_bytes()["device"])
+    def _sample(self, name: str) -> None:
+        stats = _memory_stats()
+        self._record(name, max(device["bytes_in_use"] for device in stats) if stats else live_bytes()["device"])
 
-    def _take(self, name: str, size: int) -> None:
+    def _record(self, name: str, size: int) -> None:
         self.peaks[name] = max(self.peaks.get(name, 0), size)
 
 
 def live_bytes() -> dict[str, int]:
     """Bytes of all live arrays: on the fullest device of this process, and in the pinned memory of its host."""
     on_device: dict[Any, int] = dict.fromkeys(jax.local_devices(), 0)
-    pinned, seen = 0, set()
+    pinned, counted = 0, set()
     for array in jax.live_arrays():
         try:
-            parts = _parts(array)
+            buffers = _buffers(array)
         except RuntimeError:  # another thread deleted or donated it just now
             continue
-        for device, pointer, size in parts:
-            if (device, pointer) in seen:  # two arrays may share a buffer
+        for device, pointer, size in buffers:
+            if (device, pointer) in counted:  # two arrays may share a buffer
                 continue
-            seen.add((device, pointer))
+            counted.add((device, pointer))
             if array.sharding.memory_kind == PINNED:
                 pinned += size
             else:
@@ -376,19 +370,19 @@ def live_bytes() -> dict[str, int]:
     return {"device": max(on_device.values()), "pinned": pinned}
 
 
-def _parts(array: jax.Array) -> list[tuple[Any, int, int]]:
-    """Device, buffer and bytes of each part that this process has."""
+def _buffers(array: jax.Array) -> list[tuple[Any, int, int]]:
+    """Device, address and bytes of each of an array's buffers in this process."""
     if array.is_fully_addressable:
-        return [(part.device, part.data.unsafe_buffer_pointer(), part.data.nbytes) for part in array.addressable_shards]
+        return [(x.device, x.data.unsafe_buffer_pointer(), x.data.nbytes) for x in array.addressable_shards]
     size = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
     return [(device, id(array), size) for device in array.sharding.addressable_devices]
 
 
-def _stats() -> list[dict[str, int]]:
-    """Collect the memory statistics of each local device; empty where one gives none."""
-    found = [device.memory_stats() for device in jax.local_devices()]
-    return [one for one in found if one] if all(found) else []
+def _memory_stats() -> list[dict[str, int]]:
+    """Memory statistics of each local device; empty if a device has none."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return [device for device in stats if device] if all(stats) else []
 
 
-def _peak() -> int:
-    return max((one.get("peak_bytes_in_use", 0) for one in _stats()), default=0)
+def _device_peak() -> int:
+    return max((device.get("peak_bytes_in_use", 0) for device in _memory_stats()), default=0)

@@ -1,18 +1,18 @@
-"""Plans for machines that are not here: memory and time, by compilers and by formula.
+"""Planning for other machines: memory and time of a run, by their compilers and by formula.
 
 Modules:
 
-    compiled_program  Read what a compiler made of a program: loops, bytes moved, collectives, its estimate of time
-    cost_model   Lower bounds on what a model needs, by formula, and the operations that a traced program counts
-    dry_run      Compile a run's programs without its weights, and report what each takes of a device
-    mesh_search  Rank the ways to run a job on some devices, with memory and time by formula
-    program_cost  Compile one program for a machine, and account for memory, operations and instructions
-    roofline     Bounds of speed of a compiled program on a chip
-    targets      Chips and their figures, and devices of theirs to compile for
+    compiled_program  Parse an optimised HLO program: loops, bytes moved, collectives, the compiler's estimate of time
+    cost_model        Lower bounds on memory and work of a model, by formula; matrix products of a traced program
+    dry_run           Compile the programs of a run without its weights, and report the cost of each
+    mesh_search       Rank meshes, remat and micro-batches for a job, with memory and time by formula
+    program_cost      Compile one program for a machine, and measure memory, FLOPs and instructions
+    roofline          Roofline bound of a compiled program on a chip
+    targets           Chips with their specifications, and devices to compile for
 """
 
 from flowgrpo.planning.cost_model import Workload, decode_floor, update_floor
 from flowgrpo.planning.dry_run import dry_run, make_case
-from flowgrpo.planning.mesh_search import Machine, candidates, expect, shape_of_model
-from flowgrpo.planning.roofline import bound, ideal_seconds
+from flowgrpo.planning.mesh_search import Machine, estimate, rank_candidates, shape_of_model
+from flowgrpo.planning.roofline import ideal_seconds, roofline_bound
 from flowgrpo.planning.targets import parse_target, target_devices

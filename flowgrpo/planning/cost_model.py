@@ -1,16 +1,16 @@
-"""Lower bounds on what a model needs, by formula, and the operations that a traced program counts.
+"""Lower bounds on the memory and work of a model, by formula, and the matrix products of a traced program.
 
     memory:  parameters + gradients + optimizer + activations + a chunk of logits
-    work:    2 operations per weight and token forward, twice that backward, once more where layers are computed again
+    work:    2 FLOPs per weight and token forward, twice that backward, once more if layers are recomputed (remat)
 
-Activations are what the backward pass reads of each layer: the inputs of its products and of what bends them. With
-`remat` only the input of each layer is kept, and the rest for one layer at a time. An axis that the mesh doesn't divide
-evenly stays whole, as in `sharding`. Nothing is compiled here; `dry_run` says what a compiler makes of it.
+Activations are what the backward pass reads of each layer: the inputs of its products and non-linearities. With `remat`
+only the input of each layer is stored, and the other activations for one layer at a time. An axis that the mesh doesn't
+divide evenly is not sharded, as in `sharding`. Nothing is compiled here; `dry_run` compiles.
 
-`count_products` counts operations and bytes of the matrix products of a jaxpr, for all devices together. XLA's own cost
-analysis meets the body of a loop once; here a product within a loop counts as often as the loop runs: a scan says how
-often, and of a loop that ends on a condition the caller says it, by depth. Products are nearly all operations of a
-decoder, and their operands nearly all bytes that no compiler can spare.
+`count_products` counts FLOPs and bytes of the matrix products of a jaxpr, for all devices together. XLA's own cost
+analysis counts the body of a loop once; here a product within a loop counts as often as the loop runs: a scan has its
+length, and for a loop that ends on a condition the caller gives the number, by depth. Products are nearly all FLOPs of
+a decoder, and their operands nearly all bytes that no compiler can avoid.
 """
 
 import math
@@ -24,37 +24,39 @@ from jax.sharding import AbstractMesh
 
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import parameters, shape_of
-from flowgrpo.parallel.sharding import spec
+from flowgrpo.parallel.sharding import partition_spec as partition_spec
 from flowgrpo.types import BadInput
 
 
 class MatmulWork(NamedTuple):
-    """Of all matrix products of a program."""
+    """FLOPs and bytes of the matrix products of a program."""
 
     flops: float = 0.0
-    bytes: float = 0.0  # operands read and results written, each once a product
-    kernels: float = 0.0  # operations of those within kernels that were written by hand
+    bytes: float = 0.0  # of operands and results, once per product
+    kernels: float = 0.0  # FLOPs of products within hand-written kernels
 
 
 def count_products(jaxpr: Any, trips: Sequence[int] = (), platform: str = "cpu") -> MatmulWork:
-    """The work of a jaxpr; `trips` says how often loops on a condition run: the outermost, those within it, and so on.
+    """The work of a jaxpr.
 
-    Loops deeper than `trips` tells run once. Of branches by platform that of `platform` counts, and of those of any
-    other condition the one with the most work.
+    Args:
+        trips: number of iterations of loops on a condition: the outermost, those within it, and so on; deeper ones run
+            once.
+        platform: whose branch counts, of branches by platform; of other branches the one with the most work counts.
     """
     total = MatmulWork()
     for equation in jaxpr.eqns:
-        own = _product(equation) if equation.primitive.name == "dot_general" else MatmulWork()
-        for times, inner, left in _inside(equation, tuple(trips), platform):
-            own = _plus(own, count_products(inner, left, platform), times)
+        work = _product(equation) if equation.primitive.name == "dot_general" else MatmulWork()
+        for times, inner, inner_trips in _inner_jaxprs(equation, tuple(trips), platform):
+            work = _add(work, count_products(inner, inner_trips, platform), times)
         if equation.primitive.name == "pallas_call":
-            own = own._replace(kernels=own.flops)
-        total = _plus(total, own)
+            work = work._replace(kernels=work.flops)
+        total = _add(total, work)
     return total
 
 
-def _inside(equation: Any, trips: tuple[int, ...], platform: str) -> Iterator[tuple[float, Any, tuple[int, ...]]]:
-    """The programs within an equation: how often each runs, and what is told of the loops in it."""
+def _inner_jaxprs(equation: Any, trips: tuple[int, ...], platform: str) -> Iterator[tuple[float, Any, tuple[int, ...]]]:
+    """The jaxprs within an equation: how often each runs, and the trips of the loops in it."""
     name, params = equation.primitive.name, equation.params
     if name == "while":
         yield (trips[0] if trips else 1), params["body_jaxpr"].jaxpr, trips[1:]
@@ -62,15 +64,15 @@ def _inside(equation: Any, trips: tuple[int, ...], platform: str) -> Iterator[tu
         yield params["length"], params["jaxpr"].jaxpr, trips
     elif name == "cond":
         branches = [branch.jaxpr for branch in params["branches"]]
-        if named := params.get("branches_platforms"):  # None: any platform that has no branch of its own
-            own = [branch for branch, names in zip(branches, named, strict=True) if platform in (names or ())]
-            branches = own or [branch for branch, names in zip(branches, named, strict=True) if names is None]
+        if platforms := params.get("branches_platforms"):  # None: any platform that has no branch of its own
+            matching = [branch for branch, names in zip(branches, platforms, strict=True) if platform in (names or ())]
+            branches = matching or [branch for branch, names in zip(branches, platforms, strict=True) if names is None]
         yield 1, max(branches, key=lambda x: count_products(x, trips, platform)), trips
     else:
         times = 1
-        if name == "shard_map":  # each device runs the body on its own share; what other axes divide is whole in it
+        if name == "shard_map":  # each device runs the body on its shard; other axes are whole in it
             times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-        if name == "pallas_call":  # a kernel runs once for each place of its grid
+        if name == "pallas_call":  # a kernel runs once for each point of its grid
             times = math.prod(params["grid_mapping"].grid)
         for value in params.values():
             inner = getattr(value, "jaxpr", value)
@@ -79,7 +81,7 @@ def _inside(equation: Any, trips: tuple[int, ...], platform: str) -> Iterator[tu
 
 
 def _product(equation: Any) -> MatmulWork:
-    """Two operations for each pair of numbers that meet."""
+    """Two FLOPs for each pair of numbers that is multiplied."""
     (summed, _), _ = equation.params["dimension_numbers"]
     shapes = [variable.aval for variable in (*equation.invars, *equation.outvars)]
     terms = math.prod(shapes[0].shape[axis] for axis in summed)
@@ -87,27 +89,42 @@ def _product(equation: Any) -> MatmulWork:
     return MatmulWork(2.0 * terms * math.prod(shapes[-1].shape), float(moved))
 
 
-def _plus(a: MatmulWork, b: MatmulWork, times: float = 1) -> MatmulWork:
+def _add(a: MatmulWork, b: MatmulWork, times: float = 1) -> MatmulWork:
     return MatmulWork(*(x + times * y for x, y in zip(a, b, strict=True)))
 
 
-GRADIENT = 4  # bytes: micro-batches add up in float32
+GRADIENT = 4  # bytes: gradients of micro-batches are summed in float32
 
 
 @dataclass(frozen=True)
 class Workload:
-    """How much is learned from in an update, how much is decoded before it, and how both are worked through."""
+    """Sizes of an update and of the rollout before it, for all devices unless noted.
+
+    Args:
+        rows: rows of a batch.
+        length: tokens per row.
+        micro_rows: rows per micro-batch of one device.
+        slots: rows that are decoded together.
+        prompt: tokens of a prefill.
+        steps: steps per call of decoding.
+        remat: whether the backward pass recomputes layers.
+        dtype: of the parameters and the cache.
+        compute_dtype: of the products of the update; None: `dtype`.
+        chunk: tokens whose logits are in memory at once.
+        mini_batches: gradient steps per epoch.
+        epochs: passes over the batch.
+    """
 
     rows: int = 256
     length: int = 4096
-    micro_rows: int = 1  # of one device
-    slots: int = 64  # rows that decode together, on all devices
-    prompt: int = 512  # tokens of a prefill
-    steps: int = 128  # of a stretch of decoding
+    micro_rows: int = 1
+    slots: int = 64
+    prompt: int = 512
+    steps: int = 128
     remat: bool = True
-    dtype: Any = "bfloat16"  # of the parameters and the cache
-    compute_dtype: Any = None  # of the update's products, where it is another
-    chunk: int = 1024  # tokens of which all logits are there at once
+    dtype: Any = "bfloat16"
+    compute_dtype: Any = None
+    chunk: int = 1024
     mini_batches: int = 1
     epochs: int = 1
 
@@ -121,59 +138,59 @@ class Workload:
 
 
 def count_parameters(config: DecoderConfig) -> int:
-    """Say how many parameters a decoder has."""
+    """Number of parameters of a decoder."""
     return sum(math.prod(shape_of(parameter, config)) for parameter in parameters(config).values())
 
 
-def forward_flops(config: DecoderConfig, tokens: int, seen: float) -> float:
-    """Operations of so many tokens, each of which attends to `seen` tokens in the mean; a window is not considered."""
+def forward_flops(config: DecoderConfig, tokens: int, context_tokens: float) -> float:
+    """FLOPs of a forward pass of `tokens` that attend to `context_tokens` on average; windows are ignored."""
     weights = count_parameters(config) - (0 if config.tied else config.v * config.d)
-    return tokens * (2.0 * weights + 4.0 * config.num_layers * config.h * config.e * seen)
+    return tokens * (2.0 * weights + 4.0 * config.num_layers * config.h * config.e * context_tokens)
 
 
-def ways(mesh: Mapping[str, int], *axes: str) -> int:
-    """Over how many devices the named axes of a mesh divide."""
+def mesh_size(mesh: Mapping[str, int], *axes: str) -> int:
+    """Number of devices along these axes of a mesh."""
     return math.prod(mesh.get(axis, 1) for axis in axes)
 
 
 def numbers_on_device(axes: str, shape: Sequence[int], mesh: Mapping[str, int]) -> float:
-    """Count the numbers of an array with these axis letters that lie on one device."""
-    sizes: Any = AbstractMesh(tuple(mesh.values()), tuple(mesh))  # all that is asked of it is its shape
-    return math.prod(shape) / ways(mesh, *(axis for axis in spec(axes, shape, sizes) if axis))
+    """Number of elements on one device of an array with these axis letters."""
+    sizes: Any = AbstractMesh(tuple(mesh.values()), tuple(mesh))  # only its shape is read
+    return math.prod(shape) / mesh_size(mesh, *(axis for axis in partition_spec(axes, shape, sizes) if axis))
 
 
 def sharded_parameters(config: DecoderConfig, mesh: Mapping[str, int]) -> float:
-    """Parameters that lie on one device."""
+    """Number of parameters on one device."""
     return sum(numbers_on_device(x.axes, shape_of(x, config), mesh) for x in parameters(config).values())
 
 
 def update_floor(config: DecoderConfig, job: Workload, mesh: Mapping[str, int], *, moved: float) -> dict[str, float]:
-    """Bytes on one device that come and go in an update, part by part; `moved` of its parameters are trained there."""
+    """Bytes of temporary memory of an update on one device, by part; `moved` of its parameters are trained."""
     computed, tensor = jnp.dtype(job.compute_dtype or job.dtype).itemsize, mesh.get("tensor", 1)
     tokens = job.micro_rows * job.length
     layer = layer_numbers(config) / tensor + 4 * config.d
-    kept = config.num_layers * config.d + layer if job.remat else config.num_layers * layer
-    words = config.v / (tensor if config.v % tensor == 0 else 1)
+    stored = config.num_layers * config.d + layer if job.remat else config.num_layers * layer
+    vocabulary = config.v / (tensor if config.v % tensor == 0 else 1)
     return {
-        "gradients": (GRADIENT + computed) * moved,  # what was added up so far, and what a micro-batch adds
-        "activations": computed * tokens * kept,
-        "logits": 2.0 * GRADIENT * min(job.chunk, tokens) * words,  # and their gradient
+        "gradients": (GRADIENT + computed) * moved,  # the sum so far, and that of a micro-batch
+        "activations": computed * tokens * stored,
+        "logits": 2.0 * GRADIENT * min(job.chunk, tokens) * vocabulary,  # and their gradient
     }
 
 
 def layer_numbers(config: DecoderConfig) -> float:
-    """Numbers a token that the backward pass reads of one layer, without those of the width of the model."""
+    """Activations per token that the backward pass reads of one layer, except those of model width."""
     return (config.h * 2 + config.k * 2) * config.e + 3 * config.f
 
 
 def decode_floor(config: DecoderConfig, job: Workload, mesh: Mapping[str, int]) -> dict[str, float]:
-    """Bytes of the keys and values of one device's slots."""
+    """Bytes of the KV cache of one device."""
     stored, tensor = jnp.dtype(job.compute_dtype or job.dtype).itemsize, mesh.get("tensor", 1)
     heads = config.k / (tensor if config.k % tensor == 0 else 1)
-    slots = -(-job.slots // ways(mesh, "data", "fsdp"))
+    slots = -(-job.slots // mesh_size(mesh, "data", "fsdp"))
     return {"cache": 2.0 * stored * config.num_layers * slots * job.length * heads * config.e}
 
 
 def update_flops(config: DecoderConfig, job: Workload) -> float:
-    """Operations of an update of whole rows on all devices, without what is computed a second time."""
+    """FLOPs of an update of full rows on all devices, without recomputation."""
     return 3.0 * job.epochs * forward_flops(config, job.rows * job.length, job.length / 2)

@@ -1,9 +1,9 @@
-"""Rank the ways to run a job on some devices, with memory and time by formula.
+"""Rank meshes, remat and micro-batches for a job on given devices, with memory and time by formula.
 
-Memory is what the programs hold when they hold most (`update_bytes`, `decode_bytes`), within 5 % of what compilers make
-of most of them (docs/scale.md). Seconds serve to rank only: operations over the rate, or bytes over the bandwidth where
-that takes longer, and what is sent over the links. `shape_of_model` gives the shape of a
-published model by its name, of a folder with a config.json or of a GGUF file, without weights or network.
+Memory is the peak of the programs (`update_bytes`, `decode_bytes`), within 5 % of what compilers report for most of
+them (docs/scale.md). Seconds are for ranking only: FLOPs over the rate, or bytes over the bandwidth if that takes
+longer, and bytes sent over the links. `shape_of_model` gives the shape of a published model by name, of a folder with a
+config.json or of a GGUF file, without weights or network.
 """
 
 import math
@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from flowgrpo.data.gguf_file import read_header
 from flowgrpo.data.named_models import find_gguf
 from flowgrpo.models import families
-from flowgrpo.models.attention import BLOCK, UNROLLED
+from flowgrpo.models.attention import BLOCK, MAX_UNROLLED_BLOCKS
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import matrices, parameters, shape_of
-from flowgrpo.models.gguf import read_source
+from flowgrpo.models.gguf import read_gguf_config
 from flowgrpo.models.hf import read_json
 from flowgrpo.models.kv_cache import WIDE_BLOCKS
 from flowgrpo.models.lora import LoraConfig, adapter_axes, adapter_shapes
@@ -30,18 +30,18 @@ from flowgrpo.planning.cost_model import (
     count_parameters,
     decode_floor,
     forward_flops,
+    mesh_size,
     numbers_on_device,
     sharded_parameters,
     update_floor,
-    ways,
 )
 from flowgrpo.types import BadInput
 
 
-def _shape(kind: str, width: int, layers: int, heads: int, kv_heads: int, ffn: int, words: int, **rest: Any) -> dict:
+def _shape(kind: str, width: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: Any) -> dict:
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
-    sizes |= {"num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": words}
-    return {"model_type": kind, "tie_word_embeddings": False} | sizes | rest
+    sizes |= {"num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab}
+    return {"model_type": kind, "tie_word_embeddings": False} | sizes | more
 
 
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
@@ -62,112 +62,125 @@ PUBLISHED: Mapping[str, dict[str, Any]] = {
 
 
 def shape_of_model(name: str) -> DecoderConfig:
-    """The shape of a published model, of a folder's config.json, or of a GGUF file."""
+    """The shape of a published model, of a folder with a config.json, or of a GGUF file."""
     if name in PUBLISHED:
-        return families.decoder_config(families.text_source(PUBLISHED[name], name), name)
+        return families.decoder_config(families.text_model_config(PUBLISHED[name], name), name)
     if (named := find_gguf(name)) is not None:
-        return families.decoder_config(families.text_source(read_source(read_header(named)), str(named)), str(named))
+        return families.decoder_config(
+            families.text_model_config(read_gguf_config(read_header(named)), str(named)), str(named)
+        )
     file = Path(name).expanduser() / "config.json"
     if not file.is_file():
-        known = ", ".join(PUBLISHED)
+        names = ", ".join(PUBLISHED)
         raise BadInput(
-            f"--model={name} is neither a folder with a config.json nor one of the shapes {known}, nor a GGUF file"
+            f"--model={name} is neither a folder with a config.json nor one of the shapes {names}, nor a GGUF file"
         )
-    return families.decoder_config(families.text_source(read_json(file), str(file)), str(file))
+    return families.decoder_config(families.text_model_config(read_json(file), str(file)), str(file))
 
 
 GIB = 2**30
 WIDE = 4  # bytes of float32
-QUANTISED = {INT8: 1.0, NF4: 0.5 + 2 / 64}  # bytes of a number, with its part of a scale
-MOST_DOUBLINGS = 7  # of the number of devices, in looking for how many would do
-MOST_TENSOR = 8  # devices that one host commonly has
+QUANTISED = {INT8: 1.0, NF4: 0.5 + 2 / 64}  # bytes per weight, with its part of a scale
+MAX_DOUBLINGS = 7  # of the number of devices, when searching how many would do
+MAX_TENSOR = 8  # number of devices of common hosts
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory of one device, and the most that it computes, reads and sends a second."""
+    """Memory and peak rates of one device."""
 
     memory: float  # bytes
-    flops: float  # a second
-    bandwidth: float  # bytes a second of its memory
-    link: float  # bytes a second to the others
-    platform: str = "cuda"  # or tpu, cpu: what programs hold beside their arrays
+    flops: float  # per second
+    bandwidth: float  # of its memory, bytes per second
+    link: float  # to the other devices, bytes per second
+    platform: str = "cuda"  # or tpu, cpu; decides what programs allocate besides their arrays
 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Memory settings of a run: what it keeps beside its parameters, what is moved away, and where it decodes."""
+    """Settings of a run that decide its memory.
 
-    moments: float = 2.0  # numbers that the optimizer remembers of a parameter
+    Args:
+        moments: numbers per parameter in the optimizer state.
+        moment_bytes: bytes of each.
+        reference: whether there is a reference model.
+        moved: whether models that a program does not read are offloaded meanwhile.
+        decodes: whether the same devices roll out.
+        lora: adapter that is trained; None: all parameters are.
+        base: how the matrices under an adapter are quantised; None: not.
+    """
+
+    moments: float = 2.0
     moment_bytes: float = 4.0
     reference: bool = False
-    moved: bool = False  # what a program does not read is moved off the device meanwhile
-    decodes: bool = True  # on the same devices
-    lora: LoraConfig | None = None  # an adapter is trained, and all else is frozen
-    base: str | None = None  # how the matrices under an adapter are quantised
+    moved: bool = False
+    decodes: bool = True
+    lora: LoraConfig | None = None
+    base: str | None = None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way, and what is expected of it."""
+    """A mesh and a workload, with their memory and time by formula."""
 
     mesh: dict[str, int]
     job: Workload
-    update: dict[str, float]  # bytes of one device, part by part
+    update: dict[str, float]  # bytes on one device, by part
     decode: dict[str, float]
     update_seconds: float
     rollout_seconds: float
 
     @property
-    def needed(self) -> float:
-        """Bytes of the fuller of both stages."""
+    def peak_bytes(self) -> float:
+        """Peak bytes of update and rollout."""
         return max(sum(self.update.values()), sum(self.decode.values()))
 
     @property
     def seconds(self) -> float:
-        """Seconds of an iteration, as far as they are counted."""
+        """Seconds of an iteration: update and rollout."""
         return self.update_seconds + self.rollout_seconds
 
 
-def meshes(config: DecoderConfig, devices: int) -> Iterator[dict[str, int]]:
-    """All ways to lay out the devices that divide model and heads evenly."""
+def list_meshes(config: DecoderConfig, devices: int) -> Iterator[dict[str, int]]:
+    """All meshes of these devices that divide the model and its heads evenly."""
     for tensor in _divisors(devices):
-        if tensor > MOST_TENSOR or config.h % tensor or config.k % tensor or config.f % tensor:
+        if tensor > MAX_TENSOR or config.h % tensor or config.k % tensor or config.f % tensor:
             continue
         for fsdp in _divisors(devices // tensor):
             if config.d % fsdp == 0:
                 yield {"data": devices // tensor // fsdp, "fsdp": fsdp, "tensor": tensor}
 
 
-def candidates(
+def rank_candidates(
     config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, layouts: list[dict[str, int]]
 ) -> list[Candidate]:
     """Every mesh, with and without remat, at all sizes of micro-batches: those that fit first, the fastest first."""
-    found = []
+    candidates = []
     for mesh in layouts:
-        hands = ways(mesh, "data", "fsdp")
-        slots = max(hands, job.slots - job.slots % hands)
+        shards = mesh_size(mesh, "data", "fsdp")
+        slots = max(shards, job.slots - job.slots % shards)
         for remat in (False, True):
-            for micro_rows in _powers(max(1, job.rows // job.mini_batches // hands)):
-                own = replace(job, remat=remat, micro_rows=micro_rows, slots=slots)
-                found.append(expect(config, own, run, machine, mesh))
+            for micro_rows in _powers(max(1, job.rows // job.mini_batches // shards)):
+                variant = replace(job, remat=remat, micro_rows=micro_rows, slots=slots)
+                candidates.append(estimate(config, variant, run, machine, mesh))
     return sorted(
-        found, key=lambda x: (x.needed > machine.memory, x.seconds if x.needed <= machine.memory else x.needed)
+        candidates,
+        key=lambda x: (x.peak_bytes > machine.memory, x.seconds if x.peak_bytes <= machine.memory else x.peak_bytes),
     )
 
 
-def expect(
+def estimate(
     config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, mesh: dict[str, int]
 ) -> Candidate:
     """Memory and seconds of one candidate."""
     stored, trained = _weight_bytes(config, job.dtype, run, mesh), _trained_numbers(config, run, mesh)
-    held = {"parameters": stored + (WIDE * trained if run.lora else 0.0)}
+    params = {"parameters": stored + (WIDE * trained if run.lora else 0.0)}
     optimizer = {"optimizer": trained * run.moments * run.moment_bytes}
     reference = {"reference": stored} if run.reference and not run.moved and run.lora is None else {}
-    update = held | optimizer | reference | update_bytes(config, job, run, mesh, machine.platform)
+    update = params | optimizer | reference | update_bytes(config, job, run, mesh, machine.platform)
     decode = decode_bytes(config, job, run, mesh, machine.platform) | reference
-    # What is sampled from is a copy where the update computes in another type.
-    decode |= held if job.compute_dtype and not run.moved else {}
+    # The sampler has a copy of the parameters if the update computes in another dtype.
+    decode |= params if job.compute_dtype and not run.moved else {}
     decode |= {} if run.moved else optimizer
     update_seconds = _update_seconds(config, job, run, machine, mesh)
     if not run.decodes:
@@ -175,27 +188,29 @@ def expect(
     return Candidate(mesh, job, update, decode, update_seconds, _rollout_seconds(config, job, machine, mesh))
 
 
-def remedies(config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, devices: int) -> list[str]:
-    """Say what would make a job fit that fits on no mesh of so many devices, by formula: the least of each kind."""
-    told, layouts = [], list(meshes(config, devices))
-    least = candidates(config, replace(job, slots=1), run, machine, layouts)[0]
-    if least.needed <= machine.memory:
-        told.append(f"micro_rows={least.job.micro_rows}, remat={least.job.remat}, fewer slots")
-    for more in (devices * 2**power for power in range(1, MOST_DOUBLINGS)):
-        larger = list(meshes(config, more))
-        if larger and candidates(config, job, run, machine, larger)[0].needed <= machine.memory:
-            told.append(f"{more} devices")
+def suggest_remedies(
+    config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, devices: int
+) -> list[str]:
+    """What would make a job fit that fits on no mesh of these devices, by formula: the least of each kind."""
+    remedies, layouts = [], list(list_meshes(config, devices))
+    smallest = rank_candidates(config, replace(job, slots=1), run, machine, layouts)[0]
+    if smallest.peak_bytes <= machine.memory:
+        remedies.append(f"micro_rows={smallest.job.micro_rows}, remat={smallest.job.remat}, fewer slots")
+    for more in (devices * 2**power for power in range(1, MAX_DOUBLINGS)):
+        larger = list(list_meshes(config, more))
+        if larger and rank_candidates(config, job, run, machine, larger)[0].peak_bytes <= machine.memory:
+            remedies.append(f"{more} devices")
             break
     small = replace(job, slots=1, dtype=job.compute_dtype or job.dtype, compute_dtype=None)
-    adapters = candidates(config, small, replace(run, lora=LoraConfig(), base=INT8), machine, layouts)
-    frozen = min(x.needed for x in adapters)
+    adapters = rank_candidates(config, small, replace(run, lora=LoraConfig(), base=INT8), machine, layouts)
+    frozen = min(x.peak_bytes for x in adapters)
     if frozen <= machine.memory:
-        told.append(f"an adapter (LoRA) over an int8 base ({frozen / GIB:.1f} GiB)")
-    return told or ["a smaller model: nothing else tried would fit"]
+        remedies.append(f"an adapter (LoRA) over an int8 base ({frozen / GIB:.1f} GiB)")
+    return remedies or ["a smaller model: nothing else tried would fit"]
 
 
 def _trained_numbers(config: DecoderConfig, run: MemorySettings, mesh: dict[str, int]) -> float:
-    """Count the numbers on one device that are trained."""
+    """Number of trained parameters on one device."""
     if run.lora is None:
         return sharded_parameters(config, mesh)
     axes = adapter_axes(run.lora)
@@ -203,7 +218,7 @@ def _trained_numbers(config: DecoderConfig, run: MemorySettings, mesh: dict[str,
 
 
 def _weight_bytes(config: DecoderConfig, dtype: Any, run: MemorySettings, mesh: dict[str, int]) -> float:
-    """Count the bytes on one device of all parameters but an adapter's."""
+    """Bytes on one device of all parameters but those of an adapter."""
     size, declared = float(jnp.dtype(dtype).itemsize), parameters(config)
     each = dict.fromkeys(declared, size)
     if run.base is not None:
@@ -214,99 +229,99 @@ def _weight_bytes(config: DecoderConfig, dtype: Any, run: MemorySettings, mesh: 
 def update_bytes(
     config: DecoderConfig, job: Workload, run: MemorySettings, mesh: dict[str, int], platform: str
 ) -> dict[str, float]:
-    """Count bytes on one device beside its state, by part, where an update holds most: among logits, or in a layer.
+    """Bytes of an update on one device besides its state, by part, at its peak: at the logits, or in a layer.
 
-    Among logits the unembedding is whole, and so is its gradient, in float32. In a layer, its parameters are whole,
-    those of the next on the way, and its gradient; and the gradient of a micro-batch stands beside what was added up,
-    which GPUs hold twice. What is frozen has no gradient.
+    At the logits the unembedding is gathered, and so is its gradient, in float32. In a layer, its parameters are
+    gathered, those of the next layer are being gathered, and it has a gradient. The gradient of a micro-batch exists
+    besides the sum so far, which GPUs store twice; frozen parameters have none.
     """
-    size, tensor, divided = _computed_size(job), mesh["tensor"], mesh["fsdp"] > 1
-    held, tokens, trained = _trained_numbers(config, run, mesh), job.micro_rows * job.length, run.lora is None
+    size, tensor, is_gathered = _compute_bytes(job), mesh["tensor"], mesh["fsdp"] > 1
+    count, tokens, trains_all = _trained_numbers(config, run, mesh), job.micro_rows * job.length, run.lora is None
     floor = update_floor(config, job, mesh, moved=0.0)
-    several = job.rows > job.micro_rows * job.mini_batches * ways(mesh, "data", "fsdp")
-    both = {"activations": size * tokens * config.num_layers * config.d if job.remat else floor["activations"]}
-    both["gradients"] = WIDE * held * (2 if several and platform != "tpu" else 1)
-    copied = size * held if job.compute_dtype and not divided and trained else 0.0
-    both["computed"] = copied  # all parameters in the type that is computed in
+    several = job.rows > job.micro_rows * job.mini_batches * mesh_size(mesh, "data", "fsdp")
+    parts = {"activations": size * tokens * config.num_layers * config.d if job.remat else floor["activations"]}
+    parts["gradients"] = WIDE * count * (2 if several and platform != "tpu" else 1)
+    copied = size * count if job.compute_dtype and not is_gathered and trains_all else 0.0
+    parts["computed"] = copied  # all parameters in the compute dtype
     unembedding = config.v * config.d / tensor
-    logits = {"logits": floor["logits"], "unembedding": size * unembedding * divided}
-    logits["unembedding"] += WIDE * unembedding * trained
+    logits = {"logits": floor["logits"], "unembedding": size * unembedding * is_gathered}
+    logits["unembedding"] += WIDE * unembedding * trains_all
     layer = _layer_parameters(config) / tensor
-    layers = {"layer": floor["activations"] - both["activations"], "attention": attention_bytes(config, job, mesh)}
-    layers["gathered"] = layer * (2 * size + WIDE * trained) * divided
-    layers["gradient"] = WIDE * held + copied
-    return both | max(logits, layers, key=lambda parts: sum(parts.values()))
+    layers = {"layer": floor["activations"] - parts["activations"], "attention": attention_bytes(config, job, mesh)}
+    layers["gathered"] = layer * (2 * size + WIDE * trains_all) * is_gathered
+    layers["gradient"] = WIDE * count + copied
+    return parts | max(logits, layers, key=lambda peak: sum(peak.values()))
 
 
 def decode_bytes(
     config: DecoderConfig, job: Workload, run: MemorySettings, mesh: dict[str, int], platform: str
 ) -> dict[str, float]:
-    """Count bytes of a rollout on one device, by part: weights and cache, and beside them prompts or laid out weights.
+    """Bytes of a rollout on one device, by part: weights and cache, and either prompts or weights laid out again.
 
-    A prefill holds most among the logits of a block of the cache, where no kernel attends to it, or in the feed-forward
-    part. On a GPU each layer's weights, and the unembedding if it is tied, are laid out for decoding once more, unless
-    they are gathered.
+    The peak of a prefill is at the logits of a block of the cache, if no kernel attends to it, or in the feed-forward
+    part. On a GPU the weights of each layer, and the unembedding if it is tied, are laid out for decoding once more,
+    unless they are gathered.
     """
-    size, tensor, divided = _computed_size(job), mesh["tensor"], mesh["fsdp"] > 1
+    size, tensor, is_gathered = _compute_bytes(job), mesh["tensor"], mesh["fsdp"] > 1
     weights = _weight_bytes(config, job.compute_dtype or job.dtype, run, mesh)
     weights += WIDE * _trained_numbers(config, run, mesh) if run.lora else 0.0
     parts = {"weights": weights} | decode_floor(config, job, mesh)
-    prompts = -(-job.slots // ways(mesh, "data", "fsdp")) * job.prompt
+    prompts = -(-job.slots // mesh_size(mesh, "data", "fsdp")) * job.prompt
     logits = 0.0 if platform != "tpu" and size < WIDE else WIDE * config.h / tensor * min(job.length, WIDE_BLOCKS[0])
     among_prompts = prompts * max(logits, size * 2 * (config.f / tensor + config.d))
-    laid = size * (_layer_parameters(config) * config.num_layers + config.v * config.d * config.tied) / tensor
-    laid = laid if platform != "tpu" and not divided and run.lora is None else 0.0
-    gathered = {"gathered": size * (_layer_parameters(config) + config.v * config.d) / tensor} if divided else {}
-    return parts | gathered | ({"laid": laid} if laid > among_prompts else {"prompts": among_prompts})
+    laid_out = size * (_layer_parameters(config) * config.num_layers + config.v * config.d * config.tied) / tensor
+    laid_out = laid_out if platform != "tpu" and not is_gathered and run.lora is None else 0.0
+    gathered = {"gathered": size * (_layer_parameters(config) + config.v * config.d) / tensor} if is_gathered else {}
+    return parts | gathered | ({"laid": laid_out} if laid_out > among_prompts else {"prompts": among_prompts})
 
 
-def _computed_size(job: Workload) -> int:
+def _compute_bytes(job: Workload) -> int:
     return jnp.dtype(job.compute_dtype or job.dtype).itemsize
 
 
 def _layer_parameters(config: DecoderConfig) -> float:
-    """Count the parameters of one layer."""
+    """Number of parameters of one layer."""
     ends = config.v * config.d * (1 if config.tied else 2)
     return (count_parameters(config) - ends) / config.num_layers
 
 
 def attention_bytes(config: DecoderConfig, job: Workload, mesh: dict[str, int]) -> float:
-    """Count shares, logits and gradients of the blocks that are worked on at once; kernels for 16 bits hold none."""
-    if _computed_size(job) < WIDE:
+    """Bytes of probabilities, logits and gradients of the attention blocks in memory at once; 0 for 16-bit kernels."""
+    if _compute_bytes(job) < WIDE:
         return 0.0
     tokens, blocks = job.micro_rows * job.length, -(-job.length // BLOCK)
-    once = 1 if blocks > UNROLLED else blocks
+    once = 1 if blocks > MAX_UNROLLED_BLOCKS else blocks
     return 4.0 * WIDE * tokens * config.h / mesh["tensor"] * once * BLOCK
 
 
 def _update_seconds(
     config: DecoderConfig, job: Workload, run: MemorySettings, machine: Machine, mesh: dict[str, int]
 ) -> float:
-    tokens, hands = job.rows * job.length, ways(mesh, "data", "fsdp")
-    forward = forward_flops(config, tokens, job.length / 2) / (hands * mesh["tensor"])
+    tokens, shards = job.rows * job.length, mesh_size(mesh, "data", "fsdp")
+    forward = forward_flops(config, tokens, job.length / 2) / (shards * mesh["tensor"])
     passes = job.epochs * (3 + job.remat) + run.reference
-    trips = job.epochs * math.ceil(job.rows / (job.micro_rows * hands))
+    trips = job.epochs * math.ceil(job.rows / (job.micro_rows * shards))
     size = jnp.dtype(job.compute_dtype or job.dtype).itemsize
-    held = count_parameters(config) / mesh["tensor"]
-    read = trips * (3 + job.remat) * held * size
+    count = count_parameters(config) / mesh["tensor"]
+    read = trips * (3 + job.remat) * count * size
     sent = 0.0
-    if mesh["fsdp"] > 1:  # parameters are gathered twice a micro-batch, gradients are scattered once
-        sent += trips * held * (2 * size + WIDE)
-    if mesh["data"] > 1:  # every micro-batch where XLA divides the program, once otherwise
-        sent += (trips if mesh["fsdp"] * mesh["tensor"] > 1 else 1) * 2 * WIDE * held / mesh["fsdp"]
-    if mesh["tensor"] > 1:  # hidden states are summed twice a layer and pass
-        sent += passes * 2 * 2 * config.num_layers * tokens / hands * config.d * size
+    if mesh["fsdp"] > 1:  # parameters are gathered twice per micro-batch, gradients are scattered once
+        sent += trips * count * (2 * size + WIDE)
+    if mesh["data"] > 1:  # once per micro-batch if XLA shards the program, else once
+        sent += (trips if mesh["fsdp"] * mesh["tensor"] > 1 else 1) * 2 * WIDE * count / mesh["fsdp"]
+    if mesh["tensor"] > 1:  # hidden states are summed twice per layer and pass
+        sent += passes * 2 * 2 * config.num_layers * tokens / shards * config.d * size
     return max(passes * forward / machine.flops, read / machine.bandwidth) + sent / machine.link
 
 
 def _rollout_seconds(config: DecoderConfig, job: Workload, machine: Machine, mesh: dict[str, int]) -> float:
-    """Decoding all rows: each step reads the parameters and half of a full cache."""
-    stored, hands = jnp.dtype(job.compute_dtype or job.dtype).itemsize, ways(mesh, "data", "fsdp")
+    """Seconds of decoding all rows: each step reads the parameters and half of a full cache."""
+    stored, shards = jnp.dtype(job.compute_dtype or job.dtype).itemsize, mesh_size(mesh, "data", "fsdp")
     weights = stored * count_parameters(config) / mesh["tensor"]
     cache = sum(decode_floor(config, job, mesh).values()) / 2
     sent = weights if mesh["fsdp"] > 1 else 0.0
     steps = (job.length - job.prompt) * job.rows / job.slots
-    flops = forward_flops(config, job.slots, job.length / 2) / (hands * mesh["tensor"])
+    flops = forward_flops(config, job.slots, job.length / 2) / (shards * mesh["tensor"])
     return steps * (max((weights + cache) / machine.bandwidth, flops / machine.flops) + sent / machine.link)
 
 
@@ -314,5 +329,5 @@ def _divisors(count: int) -> list[int]:
     return [size for size in range(1, count + 1) if count % size == 0]
 
 
-def _powers(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length())]
+def _powers(limit: int) -> list[int]:
+    return [2**power for power in range(limit.bit_length())]

@@ -1,46 +1,46 @@
-"""Bounds of speed: how fast a compiled program can be on a chip at most, from what it computes, moves and sends.
+"""Roofline bound: the least time of a compiled program on a chip, from what it computes, moves and sends.
 
-    seconds >= max(operations / rate, bytes moved / bandwidth) + bytes sent / links
+    seconds >= max(FLOPs / rate, bytes moved / bandwidth) + bytes sent / link bandwidth
 
-Nothing is hidden behind anything else but operations and memory behind each other. Compilers of TPUs estimate cycles of
-their own, in which every instruction has its overhead; kernels that were written by hand have none, and count by
-their operations and bytes. See Williams, Waterman & Patterson, 2009 (doi.org/10.1145/1498765.1498785).
+Computation and memory overlap each other, and nothing else does. Compilers of TPUs also estimate cycles, with the
+overhead of every instruction; hand-written kernels have no estimate, and count by their FLOPs and bytes. See Williams,
+Waterman & Patterson, 2009 (doi.org/10.1145/1498765.1498785).
 """
 
 from typing import NamedTuple
 
-from flowgrpo.planning.compiled_program import moved_bytes, sent_bytes, silent_bytes, total_cycles
+from flowgrpo.planning.compiled_program import moved_bytes, sent_bytes, total_cycles, unestimated_bytes
 from flowgrpo.planning.program_cost import ProgramCost
 from flowgrpo.planning.targets import Chip
 
 
 class Bound(NamedTuple):
-    """Seconds of a program at least, and what they are made of."""
+    """Least seconds of a program, and their parts."""
 
     seconds: float
     computing: float
     memory: float
     links: float
-    estimated: float  # by the compiler's cycles; 0 where it estimates none
-    utilisation: float  # of the rate, by useful operations: at most
+    estimated: float  # by the cycles that the compiler estimates; 0 if it estimates none
+    utilisation: float  # MFU at most: useful FLOPs over the rate
 
 
-def bound(cost: ProgramCost, chip: Chip) -> Bound | None:
-    """The bound of a program; None of one that its compiler refused."""
+def roofline_bound(cost: ProgramCost, chip: Chip) -> Bound | None:
+    """The roofline bound of a program; None for one that its compiler refused."""
     steps = cost.instructions
     if not steps or chip.flops == 0:
         return None
-    # What a kernel computes in a loop that ends on data is not counted: it is no less than the formula has.
-    computing, memory = max(cost.flops, cost.useful) / chip.flops, moved_bytes(steps) / chip.bandwidth
+    # A loop of a kernel that ends on data is not counted: it computes no less than the formula says.
+    computing, memory = max(cost.flops, cost.useful_flops) / chip.flops, moved_bytes(steps) / chip.bandwidth
     links = sent_bytes(steps) / chip.link
     seconds = max(computing, memory) + links
     estimated = 0.0
     if chip.clock:
-        kernels = max(cost.kernels / chip.flops, silent_bytes(steps) / chip.bandwidth)
+        kernels = max(cost.kernels / chip.flops, unestimated_bytes(steps) / chip.bandwidth)
         estimated = total_cycles(steps) / (1e9 * chip.clock) + kernels + links
-    return Bound(seconds, computing, memory, links, estimated, cost.useful / chip.flops / max(seconds, estimated))
+    return Bound(seconds, computing, memory, links, estimated, cost.useful_flops / chip.flops / max(seconds, estimated))
 
 
 def ideal_seconds(cost: ProgramCost, chip: Chip) -> float:
-    """Seconds of a decoding step that reads one device's parameters and half of its full cache, and nothing else."""
+    """Seconds of a decoding step that reads the parameters of one device and half of a full cache, nothing else."""
     return (cost.floor["parameters"] + cost.floor["cache"] / 2) / chip.bandwidth

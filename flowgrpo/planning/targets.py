@@ -1,4 +1,4 @@
-"""Machines that are not here, and their compilers: chips with their figures, and devices to compile for.
+"""Target machines and their compilers: a table of chips with their specifications, and devices to compile for.
 
     target = parse_target("v5e-8")                  # 8 devices of a chip in the table
     mesh = make_mesh({"fsdp": 8}, target_devices(target))
@@ -8,7 +8,7 @@ The number of a target counts JAX's devices. A TPU v5e, v5p and v6e has one devi
 chips, which Google sells as v5p-16, by their cores. The compiler knows a v4 by its cores alone: here a device of `v4-8`
 is one of the two cores of a chip, with half of its memory and rates. `cpu-8` are virtual devices of this machine.
 
-Figures are those that are published, of one direction of the links and without sparsity; memory is what a program may
+Specifications are as published, for one direction of the links and without sparsity; memory is what a program may
 use: on TPUs as the compiler refuses more, on GPUs 95 % (XLA_PYTHON_CLIENT_MEM_FRACTION=0.95; JAX takes 75 by default).
 """
 
@@ -25,40 +25,40 @@ from flowgrpo.files import pip_install
 from flowgrpo.types import BadInput
 
 GIB = 2**30
-EXTRA = "aot"  # has the compilers
-GPU_SHARE = 0.95  # of the memory, beside what the driver and the libraries take
+EXTRA = "aot"  # the extra with the compilers
+GPU_SHARE = 0.95  # fraction of the memory that programs may use
 
 
-class GpuShape(NamedTuple):
-    """Properties of a GPU that its compiler asks for."""
+class GpuSpec(NamedTuple):
+    """Properties of a GPU that its compiler needs."""
 
     name: str
     capability: tuple[int, int]
     cores: int
     lanes: int  # of float32 in a core
-    threads: int  # that a core holds
-    shared: int  # bytes of a core's shared memory; the most of one block is given after it
-    shared_block: int
-    cache: int  # bytes of the second level
+    threads: int  # per core, at most
+    shared: int  # bytes of shared memory of a core
+    shared_block: int  # bytes of it that a block may use
+    cache: int  # bytes of the L2 cache
     clock: float  # GHz
-    memory: int  # bytes, as the driver says
+    memory: int  # bytes, as the driver reports
 
 
 class Chip(NamedTuple):
-    """Figures of one device."""
+    """Specifications of one device."""
 
-    platform: str  # as JAX lowers for it: tpu, cuda, cpu
-    memory: float  # bytes that a program may use; 0: not known
-    flops: float  # operations a second in products of `half`
-    bandwidth: float  # bytes a second of its memory
-    link: float  # bytes a second that reach it from others, over all of its links
+    platform: str  # of JAX: tpu, cuda, cpu
+    memory: float  # bytes that a program may use; 0: unknown
+    flops: float  # FLOPs per second of products of `half`
+    bandwidth: float  # of its memory, bytes per second
+    link: float  # bytes per second from other devices, over all links
     clock: float = 0.0  # GHz of the cycles that the compiler estimates; 0: it estimates none
-    half: str = "bfloat16"  # numbers of 16 bits that it multiplies
-    gpu: GpuShape | None = None
+    half: str = "bfloat16"  # its 16-bit type of products
+    gpu: GpuSpec | None = None
 
 
 class Target(NamedTuple):
-    """So many devices of a chip."""
+    """A machine of `count` devices of a chip."""
 
     name: str
     chip: Chip
@@ -66,11 +66,11 @@ class Target(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The chip's name in the table."""
+        """Name of the chip in the table."""
         return self.name.rpartition("-")[0]
 
 
-def _gpu(flops: float, bandwidth: float, link: float, shape: GpuShape, half: str = "bfloat16") -> Chip:
+def _gpu(flops: float, bandwidth: float, link: float, shape: GpuSpec, half: str = "bfloat16") -> Chip:
     return Chip("cuda", GPU_SHARE * shape.memory, flops, bandwidth, link, half=half, gpu=shape)
 
 
@@ -85,63 +85,63 @@ CHIPS: Mapping[str, Chip] = {
         989e12,
         3350e9,
         450e9,
-        GpuShape("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 2048, 233_472, 232_448, 50 << 20, 1.98, 84_942_979_072),
+        GpuSpec("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 2048, 233_472, 232_448, 50 << 20, 1.98, 84_942_979_072),
     ),
     "h200": _gpu(
         989e12,
         4800e9,
         450e9,
-        GpuShape("NVIDIA H200", (9, 0), 132, 128, 2048, 233_472, 232_448, 60 << 20, 1.98, 150_100_000_000),
+        GpuSpec("NVIDIA H200", (9, 0), 132, 128, 2048, 233_472, 232_448, 60 << 20, 1.98, 150_100_000_000),
     ),
     "a100": _gpu(
         312e12,
         2039e9,
         300e9,
-        GpuShape("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 2048, 167_936, 166_912, 40 << 20, 1.41, 85_100_068_864),
+        GpuSpec("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 2048, 167_936, 166_912, 40 << 20, 1.41, 85_100_068_864),
     ),
     "l4": _gpu(
         121e12,
         300e9,
         32e9,
-        GpuShape("NVIDIA L4", (8, 9), 58, 128, 1536, 102_400, 101_376, 48 << 20, 2.04, 23_800_000_000),
+        GpuSpec("NVIDIA L4", (8, 9), 58, 128, 1536, 102_400, 101_376, 48 << 20, 2.04, 23_800_000_000),
     ),
     "t4": _gpu(
         65e12,
         320e9,
         16e9,
-        GpuShape("Tesla T4", (7, 5), 40, 64, 1024, 65_536, 65_536, 4 << 20, 1.59, 15_640_000_000),
+        GpuSpec("Tesla T4", (7, 5), 40, 64, 1024, 65_536, 65_536, 4 << 20, 1.59, 15_640_000_000),
         half="float16",
     ),
     "cpu": Chip("cpu", 0.0, 0.0, 0.0, 0.0),
 }
 
-# The compiler wants two chips in each direction at least: of these topologies the first devices are taken.
+# The compiler needs at least two chips in each direction: the first devices of these topologies are used.
 _FLAT = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 _DEEP = {1: "2x2x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8"}
 _CORES = {1: "2x2x1", **{2 * chips: name for chips, name in _DEEP.items() if chips > 1}}
 TOPOLOGIES: Mapping[str, Mapping[int, str]] = {"v4": _CORES, "v5e": _FLAT, "v5p": _DEEP, "v6e": _FLAT}
-HOST = 8  # GPUs of one host; more are several whole hosts
-MOST = 512
+HOST = 8  # GPUs of one host; more must be whole hosts
+MAX_DEVICES = 512
 
 
 def parse_target(text: str, flag: str = "--target") -> Target:
-    """`v5e-8` as its chip and how many; `v5e` is one."""
-    found = re.fullmatch(r"([a-z][a-z0-9]*)(?:-(\d+))?", text)
-    if found is None:
+    """Parse a chip and a number of devices, such as `v5e-8`; `v5e` is one device."""
+    match = re.fullmatch(r"([a-z][a-z0-9]*)(?:-(\d+))?", text)
+    if match is None:
         raise BadInput(f"{flag}={text} must be a chip and how many, as v5e-8; chips are {', '.join(CHIPS)}")
-    kind, count = found[1], int(found[2] or 1)
+    kind, count = match[1], int(match[2] or 1)
     if kind not in CHIPS:
         raise BadInput(f"{flag}={text}: there are no figures of the chip {kind!r}; choose from {', '.join(CHIPS)}")
-    known = TOPOLOGIES.get(kind)
-    if known is not None and count not in known:
-        raise BadInput(f"{flag}={text}: {kind} comes in {', '.join(map(str, known))} devices; choose one of them")
-    if not 1 <= count <= MOST or (CHIPS[kind].gpu and count > HOST and count % HOST):
-        raise BadInput(f"{flag}={text}: take 1 to {HOST} devices, or a multiple of {HOST} up to {MOST}")
+    counts = TOPOLOGIES.get(kind)
+    if counts is not None and count not in counts:
+        raise BadInput(f"{flag}={text}: {kind} comes in {', '.join(map(str, counts))} devices; choose one of them")
+    if not 1 <= count <= MAX_DEVICES or (CHIPS[kind].gpu and count > HOST and count % HOST):
+        raise BadInput(f"{flag}={text}: take 1 to {HOST} devices, or a multiple of {HOST} up to {MAX_DEVICES}")
     return Target(f"{kind}-{count}", CHIPS[kind], count)
 
 
 def target_devices(target: Target) -> list[Any]:
-    """Devices of the target that programs can be compiled for and not run on; `BadInput` without its compiler."""
+    """Devices of the target, for compiling and not for running; `BadInput` without its compiler."""
     platform = target.chip.platform
     if platform == "cpu":
         if len(devices := jax.devices("cpu")) < target.count:
@@ -160,7 +160,7 @@ def target_devices(target: Target) -> list[Any]:
 
 
 def _topology(target: Target) -> Any:
-    """The machine as its compiler describes it."""
+    """The topology of the machine, from its compiler."""
     if target.chip.gpu is None:
         name = f"{target.kind}:{TOPOLOGIES[target.kind][target.count]}"
         return topologies.get_topology_desc(platform="tpu", topology_name=name)
@@ -171,60 +171,60 @@ def _topology(target: Target) -> Any:
     )
 
 
-# Packages that hold the compilers, by what is imported of each.
+# Packages with the compilers: the module to import -> the name of the package.
 COMPILERS: Mapping[str, Mapping[str, str]] = {
     "tpu": {"libtpu": "libtpu"},
     "cuda": {"jax_plugins.xla_cuda13": "jax-cuda13-plugin and jax-cuda13-pjrt", "nvidia.cu13.bin": "nvidia-cuda-nvcc"},
 }
 
-
-QUIET: Mapping[str, str] = {
+# Keep the compiler of TPUs from querying network and driver for the machine.
+TPU_ENVIRONMENT: Mapping[str, str] = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # beside other processes that compile
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # while other processes compile
 }
 
 
 def missing_compiler(platform: str) -> str | None:
-    """Name the first package that is lacking to compile for a platform; None where all are there."""
+    """The first package that is missing to compile for a platform; None if all are installed."""
     for module, package in COMPILERS.get(platform, {}).items():
         try:
-            found = find_spec(module)
-        except ModuleNotFoundError:  # not even the folder that it would be in
-            found = None
-        if found is None:
+            spec = find_spec(module)
+        except ModuleNotFoundError:  # its parent is missing
+            spec = None
+        if spec is None:
             return package
     return None
 
 
 def compile_options(platform: str) -> dict[str, Any]:
-    """Settings of a compiler without a device: kernels of a GPU are not tuned, for which they would have to run.
+    """Options of a compiler without a device: kernels of a GPU are not autotuned, which would have to run them.
 
-    Programs are optimised in full, whatever XLA_FLAGS says for those of this machine.
+    Programs are fully optimised, whatever XLA_FLAGS says for those of this machine.
     """
     return {"xla_backend_optimization_level": 3} | ({"xla_gpu_autotune_level": 0} if platform == "cuda" else {})
 
 
 def lowering_platforms(target: Target) -> tuple[str]:
-    """The platform that programs are lowered for."""
+    """The platform to lower programs for."""
     return (target.chip.platform,)
 
 
 def set_environment() -> None:
-    """Have the compiler of TPUs ask no network and no driver which machine this is; what the user set stays."""
-    for name, value in QUIET.items():
+    """Set `TPU_ENVIRONMENT`, except variables that the user has set."""
+    for name, value in TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def check_dtype(target: Target, dtype: Any) -> None:
-    """Refuse 16-bit numbers that the chip does not multiply."""
+    """Raise `BadInput` for a 16-bit type of which the chip has no products."""
     if jax.numpy.dtype(dtype).itemsize == 2 and str(jax.numpy.dtype(dtype)) != target.chip.half:
         raise BadInput(f"{target.kind} has no products of {jax.numpy.dtype(dtype)}: compute in {target.chip.half}")
 
 
 def gpu_description(chip: Chip) -> str:
-    """The GPU as its compiler reads it: a `GpuTargetConfigProto` as text."""
+    """The GPU as a `GpuTargetConfigProto` in text form, for its compiler."""
     shape = chip.gpu
     assert shape is not None
     major, minor = shape.capability

@@ -1,12 +1,12 @@
-"""What a pretrained planner imitates before reinforcement: experts' demonstrations, or successes, its own or a model's.
+"""The warm start of a pretrained planner: imitation of experts, of its own right answers, or of another model's.
 
     none        nothing: worked examples in the prompt are enough for many a model
-    expert      the steps with which tasks say that they are solved, played with the real tools
-    own         its own right answers: sampled, judged, and what was right is imitated (rejection sampling)
+    expert      the steps that tasks carry, carried out with the real tools
+    own         its own right answers: sampled, judged, and imitated if right (rejection sampling)
     a model     the right answers of another model, encoded again by the planner's tokenizer
 
-What is sampled is written to `trajectories/warm_start.jsonl`, slice by slice, so a run that is killed goes on with the
-same demonstrations.
+Sampled trajectories are written to `trajectories/warm_start.jsonl`, slice by slice, so a run that was killed resumes
+with the same demonstrations. `check_format_followed` raises if a planner does not follow the form of its actions.
 """
 
 import logging
@@ -20,144 +20,163 @@ from flowgrpo.agent.action_forms import ActionForm
 from flowgrpo.agent.examples import scripted_actions
 from flowgrpo.agent.tool_arguments import Schema
 from flowgrpo.contracts import HostEnv
-from flowgrpo.data.tokenizer import Text
+from flowgrpo.data.tokenizer import ChatTokenizer
 from flowgrpo.learner.imitation import packed_imitation
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.hf import load_model
 from flowgrpo.recipes.agent_config import Config
-from flowgrpo.recipes.hosted import HostedSetup, compile_engines, kept, make_engine, play_tasks, record
-from flowgrpo.recipes.offline_start import warm_start_on
-from flowgrpo.rollout.demonstrations import demonstrate, imitate_played, spoken_actions
-from flowgrpo.rollout.records import Played, from_json
+from flowgrpo.recipes.hosted import (
+    HostedSetup,
+    compile_engines,
+    make_engine,
+    record_effects,
+    roll_out_tasks,
+    write_trajectories,
+)
+from flowgrpo.recipes.offline_start import imitation_warm_start
+from flowgrpo.rollout.demonstrations import action_texts, demonstrate, imitate_recorded
+from flowgrpo.rollout.records import RecordedTrajectory, from_json
 from flowgrpo.run.warm_start import WarmStart, no_warm_start
-from flowgrpo.types import BadInput, Task, Trajectory
+from flowgrpo.types import BadInput, Trajectory
 
 SAMPLED = "trajectories/warm_start.jsonl"  # in the folder of a run
-FIRST = 1 << 20  # tasks of training from this one on: others than those of the updates, where tasks never end
-SHOWN = 3  # answers in a message
-WAVES = 2  # of trajectories that fill all slots, in a slice
-HELD_OUT = 10  # the demonstrations of one task of so many are for validation
-VALIDATIONS = 4  # over the steps
-PATIENCE = 3  # validations that may bring nothing
+FIRST_TASK = 1 << 20  # number of the first demonstrated task, so that an endless source gives updates other tasks
+QUOTED = 3  # actions in a message
+WAVES = 2  # slice size, in trajectories that fill all slots
+HELD_OUT = 10  # one task of this many is for validation
+VALIDATIONS = 4  # number of validations
+PATIENCE = 3  # validations without progress
 
 
 def make_warm_start(
     setup: HostedSetup, config: Config, make_env: Callable[..., HostEnv], form: ActionForm, schemas: Sequence[Schema]
 ) -> WarmStart:
-    """The imitation that a run's settings ask for; `make_env(text, turns=...)` makes an environment with examples.
+    """The imitation that a run's settings ask for.
 
-    What was sampled in it is imitated in the environment of the run, which may leave them out.
+    What was sampled with examples in the prompt is imitated in the run's environment, which may leave them out.
+
+    Args:
+        make_env: `make_env(tokenizer, turns=...)`, the environment with examples in its prompt.
+        form: form of the actions.
+        schemas: of the tools.
     """
-    env, text = setup.env, setup.model.text
+    env, tokenizer = setup.env, setup.model.tokenizer
     if config.warm_start == "none":
         return no_warm_start(setup.planner.params)
     if config.warm_start == "expert":
-        tasks = _solved_tasks(setup.tasks("train", FIRST, config.demonstrations))
+        tasks = setup.tasks("train", FIRST_TASK, config.demonstrations)
+        solved = [task for task in tasks if {"steps", "final"} <= task.metadata.keys()]
+        if 0 < len(solved) < len(tasks):
+            logging.getLogger(__name__).warning(
+                f"{len(tasks) - len(solved)} of {len(tasks)} tasks have no fields steps and final, which say how a "
+                "task is solved, and are not demonstrated"
+            )
         expert = partial(scripted_actions, form=form, schemas=schemas)
-        return imitate(setup, demonstrate(env, tasks, expert, text=text, do=setup.do))
+        demonstrations = demonstrate(env, solved or tasks, expert, tokenizer=tokenizer, call_tool=setup.call_tool)
+        return imitate_demonstrations(setup, demonstrations)
     if config.warm_start == "own":
-        setup.engine.swap(setup.planner.serve(setup.planner.params), 0)
-        successes = _successes(setup._replace(env=make_env(text, turns=config.turns)), config)
-        actions = [[turn.tokens[turn.chosen].tolist() for turn in played.turns] for played in successes]
-    else:  # a teacher may have another tokenizer: its words are encoded again by the planner's
+        setup.engine.update_weights(setup.planner.to_engine(setup.planner.params), 0)
+        answers = _right_answers(setup._replace(env=make_env(tokenizer, turns=config.turns)), config)
+        actions = [[turn.tokens[turn.chosen].tolist() for turn in trajectory.turns] for trajectory in answers]
+    else:  # the other model may have another tokenizer: its actions are encoded again by the planner's
         teacher = load_model(config.warm_start, dtype=config.dtype)
         with make_engine(teacher, config) as engine:
-            sampling = setup._replace(engine=engine, env=make_env(teacher.text, turns=config.turns), model=teacher)
-            successes = _successes(compile_engines(sampling), config)
-        actions = [spoken_actions(played, teacher.text, text) for played in successes]
-    pairs = zip(successes, actions, strict=True)
-    return imitate(setup, [imitate_played(env, text, played, said, group=played.group) for played, said in pairs])
+            sampling = setup._replace(engine=engine, env=make_env(teacher.tokenizer, turns=config.turns), model=teacher)
+            answers = _right_answers(compile_engines(sampling), config)
+        actions = [action_texts(trajectory, teacher.tokenizer, tokenizer) for trajectory in answers]
+    demonstrations = [
+        imitate_recorded(env, tokenizer, trajectory, own_actions, group=trajectory.group)
+        for trajectory, own_actions in zip(answers, actions, strict=True)
+    ]
+    return imitate_demonstrations(setup, demonstrations)
 
 
-def _solved_tasks(tasks: Sequence[Task]) -> Sequence[Task]:
-    """The tasks that say how they are solved, or all of them where none does."""
-    solved = [task for task in tasks if {"steps", "final"} <= task.metadata.keys()]
-    if 0 < len(solved) < len(tasks):
-        logging.getLogger(__name__).warning(
-            f"{len(tasks) - len(solved)} of {len(tasks)} tasks have no fields steps and final, which say how a task is "
-            "solved, and are not demonstrated"
-        )
-    return solved or tasks
-
-
-def _successes(setup: HostedSetup, config: Config) -> list[Played]:
-    """The right trajectories of a first rollout by the setup's engine, those without an error where there are some."""
+def _right_answers(setup: HostedSetup, config: Config) -> list[RecordedTrajectory]:
+    """Right trajectories of the setup's engine, only those without an error if there are any."""
     sampled = _sample(setup._replace(config=replace(config, temperature=config.warm_temperature)), config)
-    right = [played for played in sampled if played.correct]
+    right = [trajectory for trajectory in sampled if trajectory.correct]
     if not right:
         raise BadInput(
             f"--warm_start={config.warm_start}: none of {len(sampled)} trajectories came to a right answer, so there "
-            f"is nothing to imitate; it said {quote_actions(sampled, setup.model.text)}. Give --examples, more "
+            f"is nothing to imitate; it said {quote_actions(sampled, setup.model.tokenizer)}. Give --examples, more "
             "--demonstrations or easier --tasks, or take --warm_start=expert where tasks have steps"
         )
-    return [played for played in right if not any(played.errors)] or right
+    return [trajectory for trajectory in right if not any(trajectory.errors)] or right
 
 
-def _sample(setup: HostedSetup, config: Config) -> list[Played]:
-    """So many trajectories of each demonstrated task, written down after every slice of tasks: a run goes on there."""
-    path, size = setup.folder / SAMPLED, max(WAVES * config.slots // config.samples, 1)
+def _sample(setup: HostedSetup, config: Config) -> list[RecordedTrajectory]:
+    """Sample each demonstrated task `config.samples` times; written after every slice of tasks, to be resumed there."""
+    path, slice_size = setup.folder / SAMPLED, max(WAVES * config.slots // config.samples, 1)
     sampled = [from_json(line) for line in path.read_text().splitlines()] if path.exists() else []
     while (first := len(sampled) // config.samples) < config.demonstrations:
-        tasks = setup.tasks("train", FIRST + first, min(size, config.demonstrations - first))
+        tasks = setup.tasks("train", FIRST_TASK + first, min(slice_size, config.demonstrations - first))
         key = jax.random.fold_in(jax.random.key(config.seed), first)
         stage = f"warm start, tasks {first + 1} to {first + len(tasks)} of {config.demonstrations}"
-        with kept(setup, f"warm-start-{first}"):
-            played = play_tasks(setup, setup.env, tasks, key, samples=config.samples, stage=stage).played
-        sampled += [replace(each, group=first + each.group) for each in played]
-        record(path, sampled)
+        with record_effects(setup, f"warm-start-{first}"):
+            result = roll_out_tasks(setup, setup.env, tasks, key, samples=config.samples, stage=stage)
+        sampled += [replace(trajectory, group=first + trajectory.group) for trajectory in result.trajectories]
+        write_trajectories(path, sampled)
     return sampled
 
 
-def obedience(played: Sequence[Played]) -> dict[str, float]:
-    """The share of actions that could be read, and led to a call or to the answer; {} where nobody acted."""
-    actions = [(error, tool) for each in played for error, tool in zip(each.errors, each.tools, strict=True)]
-    return {"obedience": sum(not error or bool(tool) for error, tool in actions) / len(actions)} if actions else {}
+def format_compliance(trajectories: Sequence[RecordedTrajectory]) -> dict[str, float]:
+    """Fraction of actions that could be parsed, and led to a call or to the answer; {} if there is no action."""
+    actions = [
+        (error, tool)
+        for trajectory in trajectories
+        for error, tool in zip(trajectory.errors, trajectory.tools, strict=True)
+    ]
+    if not actions:
+        return {}
+    return {"format_compliance": sum(not error or bool(tool) for error, tool in actions) / len(actions)}
 
 
-def check_format_followed(played: Sequence[Played], *, text: Text, config: Config) -> None:
-    """Raise `BadInput` where not one action of the first rollout could be read: nothing can be learned from it."""
-    share = obedience(played).get("obedience")
-    if share is None or share > 0:
+def check_format_followed(trajectories: Sequence[RecordedTrajectory], *, text: ChatTokenizer, config: Config) -> None:
+    """Raise `BadInput` if not one action of the first rollout could be parsed: nothing can be learned from it."""
+    compliance = format_compliance(trajectories).get("format_compliance")
+    if compliance is None or compliance > 0:
         return
     if config.examples == "none":
-        tries = ["--examples=tasks or a file of worked examples"]
+        fixes = ["--examples=tasks or a file of worked examples"]
     else:
-        tries = ["--nodrop_examples" if config.drop_examples else "more --examples"]
-    tries += ["--warm_start=expert or a model that can"] if config.warm_start == "none" else []
-    tries += [f"another form of --actions than {config.actions}", "a larger --max_tokens", "a larger model"]
+        fixes = ["--nodrop_examples" if config.drop_examples else "more --examples"]
+    fixes += ["--warm_start=expert or a model that can"] if config.warm_start == "none" else []
+    fixes += [f"another form of --actions than {config.actions}", "a larger --max_tokens", "a larger model"]
+    count = sum(len(trajectory.turns) for trajectory in trajectories)
     raise BadInput(
-        f"{config.model} wrote none of the {sum(len(each.turns) for each in played)} actions of the first rollout in "
-        f"the form of --actions={config.actions}; it said {quote_actions(played, text)}. Try {', '.join(tries)}"
+        f"{config.model} wrote none of the {count} actions of the first rollout in "
+        f"the form of --actions={config.actions}; it said {quote_actions(trajectories, text)}. Try {', '.join(fixes)}"
     )
 
 
-def quote_actions(sampled: Sequence[Played], text: Text) -> str:
-    """A few of the first actions, as a message quotes them."""
-    acted = [played.turns[0] for played in sampled if played.turns]
-    return "; ".join(repr(text.spoken(turn.tokens[turn.chosen])[0])[:120] for turn in acted[:SHOWN])
+def quote_actions(trajectories: Sequence[RecordedTrajectory], tokenizer: ChatTokenizer) -> str:
+    """The first actions of some trajectories, quoted for a message."""
+    turns = [trajectory.turns[0] for trajectory in trajectories if trajectory.turns]
+    return "; ".join(repr(tokenizer.decode_action(turn.tokens[turn.chosen])[0])[:120] for turn in turns[:QUOTED])
 
 
-def imitate(setup: HostedSetup, demonstrations: Sequence[Trajectory]) -> WarmStart:
-    """The imitation of demonstrations by a planner, those of one task in ten for validation; prefixes are shared."""
+def imitate_demonstrations(setup: HostedSetup, demonstrations: Sequence[Trajectory]) -> WarmStart:
+    """The imitation of demonstrations by a planner; those of one task in ten are for validation."""
     config, planner = setup.config, setup.planner
-    shares = planner.policy.hidden_tree is not None
-    parts = {"train": [], "validation": []}
+    splits: dict[str, list[Trajectory]] = {"train": [], "validation": []}
     tasks = sorted({demonstration.group for demonstration in demonstrations})
     held_out = set(tasks[::HELD_OUT])
     for demonstration in demonstrations:
-        parts["validation" if demonstration.group in held_out else "train"].append(demonstration)
-    if not parts["train"]:
+        splits["validation" if demonstration.group in held_out else "train"].append(demonstration)
+    if not splits["train"]:
         raise BadInput(f"there are demonstrations of {len(tasks)} tasks: give more by --demonstrations, two at least")
+    shares = planner.policy.hidden_tree is not None  # rows that are trees contain a common prefix once
     rows = {
-        name: packed_imitation(part, row_length=config.context_tokens, shares=shares) for name, part in parts.items()
+        name: packed_imitation(split, row_length=config.context_tokens, use_trees=shares)
+        for name, split in splits.items()
     }
-    return warm_start_on(
+    return imitation_warm_start(
         rows,
         setup.model._replace(policy=planner.policy, params=planner.params),
         config,
         patience=PATIENCE,
         optimizer=make_optimizer(learning_rate=config.warm_rate, warmup_steps=5, decay_steps=config.warm_steps),
-        trained=planner.trained,
+        trainable=planner.trainable,
         every=max(config.warm_steps // VALIDATIONS, 1),
         micro_rows=config.micro_rows,
     )

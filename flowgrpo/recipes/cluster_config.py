@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from flowgrpo.errors import BadInput
 from flowgrpo.recipes import agent_config
@@ -11,38 +11,78 @@ from flowgrpo.run.config import make_config, setting
 if TYPE_CHECKING:
     from flowgrpo.distributed.schedule import Plan
 
-ANY = "any"  # the domain whose reward workers judge what no others do
-TAKES = {  # what means something to a schedule, beside the size of an update
-    "sync": ("spare",),
-    "one_step_off": ("spare",),
+ANY = "any"  # reward workers of domains that have none of their own
+SCHEDULE_SETTINGS = {  # settings that each schedule reads, beside the size of an update
+    "sync": ("extra_groups",),
+    "one_step_off": ("extra_groups",),
     "async": ("staleness",),
-    "partial": ("staleness", "budget", "spare"),
+    "partial": ("staleness", "segment_tokens", "extra_groups"),
 }
-SYNC = {"correction": 0.0}  # nothing is stale
+SYNC = {"correction": 0.0}  # no token is stale
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(agent_config.Config):
-    """Those of the agent system, and the shape of the cluster, most of which changes no bit of a run."""
+    """Settings of the agent system, the schedule and the processes, most of which change no bit of a run."""
 
-    schedule: str = setting("sync", "Who waits for whom.", "What is run", choices=TAKES)
-    staleness: int | None = setting(None, "Versions at most, for async and partial.", "What is run", at_least=0)
-    budget: int | None = setting(None, "Tokens of a trajectory in one stretch, for partial.", "What is run", at_least=1)
-    spare: int | None = setting(None, "Groups under way beyond those of an update.", "What is run", at_least=0)
-    rollout_workers: int = setting(1, "Processes that roll out.", "The cluster", at_least=1, may_differ=True)
-    reward_workers: tuple[str, ...] = setting(
-        (f"{ANY}=1",), "Processes that judge, by domain: any=1,code=4.", "The cluster", may_differ=True
+    schedule: str = setting(
+        "sync",
+        "Schedule: sync, one_step_off (rollouts one update ahead), async (bounded staleness), or partial (rollouts cut "
+        "into segments).",
+        "Run",
+        choices=SCHEDULE_SETTINGS,
     )
-    trainer_workers: int = setting(1, "Processes that train, as one group.", "The cluster", at_least=1)
-    room: int = setting(4, "Groups that a rollout worker plays at a time.", "The cluster", at_least=1, may_differ=True)
+    staleness: int | None = setting(
+        None, "Maximum staleness of a group in weight versions, for async and partial.", "Run", at_least=0
+    )
+    segment_tokens: int | None = setting(
+        None, "Number of tokens after which a trajectory is cut, for partial.", "Run", at_least=1, was="budget"
+    )
+    extra_groups: int | None = setting(
+        None, "Number of groups in progress beyond those of an update.", "Run", at_least=0, was="spare"
+    )
+    rollout_workers: int = setting(1, "Number of processes that roll out.", "Cluster", at_least=1, may_change=True)
+    reward_workers: tuple[str, ...] = setting(
+        (f"{ANY}=1",), "Number of processes that judge, by domain: any=1,code=4.", "Cluster", may_change=True
+    )
+    trainer_workers: int = setting(
+        1, "Number of processes that train together, one device each.", "Cluster", at_least=1
+    )
+    worker_capacity: int = setting(
+        4,
+        "Number of groups that a rollout worker runs at a time.",
+        "Cluster",
+        at_least=1,
+        may_change=True,
+        was="room",
+    )
     judge_seconds: float = setting(
-        600.0, "Of a group's reward, until its process is ended.", "The cluster", at_least=0.1, may_differ=True
+        600.0,
+        "Timeout of a group's rewards in seconds, after which the process that judges is killed.",
+        "Cluster",
+        at_least=0.1,
+        may_change=True,
     )
     silent_seconds: float = setting(
-        120.0, "Until a worker that says nothing is ended.", "The cluster", at_least=1.0, may_differ=True
+        120.0,
+        "Seconds without a heartbeat after which a worker is killed.",
+        "Cluster",
+        at_least=1.0,
+        may_change=True,
     )
-    correction: float = setting(2.0, "Bound of the correction for stale tokens; 0: none.", "Learning", at_least=0.0)
-    learn_from: str = setting("all", "Versions whose tokens are in the loss.", "Learning", choices=("all", "newest"))
+    correction: float = setting(
+        2.0,
+        "Cap of the importance weight pi_old / pi_sampled for stale tokens; 0: no correction.",
+        "Learning",
+        at_least=0.0,
+    )
+    loss_versions: str = setting(
+        "all",
+        "Tokens in the loss: all, or only those of the newest weights in a trajectory.",
+        "Learning",
+        choices=("all", "newest"),
+        was="learn_from",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,47 +90,62 @@ class Config(agent_config.Config):
             object.__setattr__(self, "correction", SYNC["correction"])
         if self.trainer_workers > 1 and self.mesh != f"data={self.trainer_workers}":
             raise BadInput(
-                f"--trainer_workers={self.trainer_workers} deals rows over so many processes, which hold all "
-                f"parameters each: give --mesh=data={self.trainer_workers}"
+                f"--trainer_workers={self.trainer_workers} shards rows over processes that each hold all parameters: "
+                f"give --mesh=data={self.trainer_workers}"
             )
         self.judges()
         schedule_of(self)
 
     @classmethod
     def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the agent system, as far as the schedule has such a setting."""
-        fit = super().defaults(chosen)
-        return fit | (SYNC if chosen.get("schedule", fit["schedule"]) == "sync" else {})
+        """Defaults of the agent system, with those of the schedule."""
+        defaults = super().defaults(chosen)
+        return defaults | (SYNC if chosen.get("schedule", defaults["schedule"]) == "sync" else {})
 
     def judges(self) -> dict[str, int]:
-        """Say how many processes judge each domain."""
-        found = {}
+        """Number of reward workers of each domain."""
+        counts = {ANY: 1}
         for part in self.reward_workers:
             domain, _, count = part.partition("=")
             if not (domain and count.isascii() and count.isdigit() and int(count)):
                 raise BadInput(f"--reward_workers: {part!r} should be DOMAIN=COUNT, such as {ANY}=2")
-            found[domain] = int(count)
-        return {ANY: 1} | found
+            counts[domain] = int(count)
+        return counts
 
 
-def preset(model: str | None = None, **chosen: Any) -> Config:
-    """The settings that fit the offline run, or those of the paper for a model, with what was chosen in their place."""
-    return make_config(Config, chosen | {"model": model})
+class Settings(agent_config.Settings, total=False):
+    """Settings of a cluster, but for `model`, as keyword arguments of `preset`."""
+
+    schedule: str
+    staleness: int | None
+    segment_tokens: int | None
+    extra_groups: int | None
+    rollout_workers: int
+    reward_workers: tuple[str, ...]
+    trainer_workers: int
+    worker_capacity: int
+    judge_seconds: float
+    silent_seconds: float
+
+
+def preset(model: str | None = None, **settings: Unpack[Settings]) -> Config:
+    """A Config with these settings; the others are those of the offline run, or of the paper for a model."""
+    return make_config(Config, {**settings, "model": model})
 
 
 def schedule_of(config: Config) -> "Plan":
-    """The schedule that these settings mean."""
-    from flowgrpo.distributed import schedule  # which needs JAX, for which flags shouldn't wait
+    """The schedule that these settings describe."""
+    from flowgrpo.distributed import schedule  # imports JAX, which flags should not wait for
 
     name, groups, updates = config.schedule, config.queries, config.updates
-    own = {"staleness": config.staleness, "budget": config.budget, "spare": config.spare}
-    given = {key: value for key, value in own.items() if value is not None}
-    for key in given:
-        if key not in TAKES[name]:
-            raise BadInput(f"--{key} means nothing to --schedule={name}: leave it out")
+    for setting_name in ("staleness", "segment_tokens", "extra_groups"):
+        if getattr(config, setting_name) is not None and setting_name not in SCHEDULE_SETTINGS[name]:
+            raise BadInput(f"--{setting_name} means nothing to --schedule={name}: leave it out")
+    chosen = {"staleness": config.staleness, "budget": config.segment_tokens, "spare": config.extra_groups}
+    limits: dict[str, int] = {limit: value for limit, value in chosen.items() if value is not None}
     if name == "partial":
-        if "budget" not in given:
-            raise BadInput("--schedule=partial needs --budget: tokens of a trajectory in one stretch")
-        return schedule.partial_rollouts(groups, updates, **{"spare": groups} | given)
-    makes = {"sync": schedule.synchronous, "one_step_off": schedule.one_step_off, "async": schedule.asynchronous}
-    return makes[name](groups, updates, **given)
+        if config.segment_tokens is None:
+            raise BadInput("--schedule=partial needs --segment_tokens: the length of a segment")
+        return schedule.partial_rollouts(groups, updates, **{"spare": groups} | limits)
+    schedules = {"sync": schedule.synchronous, "one_step_off": schedule.one_step_off, "async": schedule.asynchronous}
+    return schedules[name](groups, updates, **limits)

@@ -1,10 +1,10 @@
-"""The trainer of a cluster: a `Session` whose trajectories others have played and judged, or which are replayed.
+"""The trainer of a cluster: a `Session` whose trajectories come from other workers, or from the records of a run.
 
     trainer = ClusterTrainer(config, folder, every=10)
-    trainer.open();   trainer.begin();   figures, weights = trainer.train(*stretches)
+    trainer.build();   trainer.start();   metrics, weights = trainer.train(*slices)
 
-So updates, checkpoints, metrics and the result are those of a single process, to the bit. `replay_run` makes the
-updates of a finished run again from what it recorded (S2).
+So updates, checkpoints, metrics and the result equal those of a single process, bit for bit. `replay_run` repeats the
+updates of a finished run from its records (S2).
 """
 
 import socket
@@ -20,206 +20,224 @@ import jax
 from jax.experimental import multihost_utils
 
 from flowgrpo import launch, loop
-from flowgrpo.data.task_sampling import EMPTY
+from flowgrpo.data.task_sampling import NO_RATES
 from flowgrpo.distributed import cluster_state, schedule
 from flowgrpo.distributed.event_log import read_events
-from flowgrpo.distributed.messages import Stretch
+from flowgrpo.distributed.messages import RolloutSlice
 from flowgrpo.distributed.worker_pool import Heartbeat, take_heartbeat
 from flowgrpo.distributed.workers import TrainerStart, process_and_host
 from flowgrpo.recipes import agent
 from flowgrpo.recipes.cluster_config import Config
-from flowgrpo.recipes.hosted import HostedSetup, compare_before_after, played_metrics, record
-from flowgrpo.recipes.hosted_training import HostedWork, learned_from, make_hosted_step
-from flowgrpo.report.metrics import Metrics
-from flowgrpo.rollout.effects import Journal
-from flowgrpo.rollout.hosted import Hosted
-from flowgrpo.rollout.records import Played, from_json
+from flowgrpo.recipes.hosted import HostedSetup, compare_before_after, evaluate_trajectories, write_trajectories
+from flowgrpo.recipes.hosted_training import HostedTrainable, make_hosted_step, to_judged_rollout
+from flowgrpo.report.metrics import MetricsWriter
+from flowgrpo.rollout.effects import EffectLog
+from flowgrpo.rollout.records import RecordedTrajectory, RolloutResult, from_json
 from flowgrpo.run.checkpoints import Checkpoints, params_sha256
 from flowgrpo.run.kill_series import result_of
 from flowgrpo.run.run_dir import START
-from flowgrpo.run.session import Session, validation_of, work_folder
+from flowgrpo.run.session import Session, trainable_folder, validation_of
 from flowgrpo.staged import JudgedRollout, RolloutCallbacks
-from flowgrpo.types import BadInput, Ledger
+from flowgrpo.types import JSON, BadInput, Ledger, Metrics, Params, PyTree
 
 NAME = "cluster"
-TOLD = ("update", "success", "seconds", "zero_signal_groups")  # of an update's figures, to the master
-LOCKED = 60.0  # seconds in which processes of a master that was killed may still hold the folder
+MASTER_METRICS = ("update", "success", "seconds", "zero_signal_groups")  # of an update, sent to the master
+LOCK_TIMEOUT = 60.0  # seconds for which processes of a killed master may still lock the folder
 
 
-class _RemoteWork(HostedWork):
-    """The stages of a run whose rollouts are elsewhere, and whose checkpoints hold what the master knows."""
+class _RemoteRolloutTrainable(HostedTrainable):
+    """The stages of a run whose rollouts are made elsewhere, and whose checkpoints contain the master's state."""
 
-    remembers = True
+    has_extra_state = True
 
     def __init__(self, setup: HostedSetup, recipe: str):
         super().__init__(setup, recipe)
-        self.memory = None
+        self.extra_state = None
 
 
 class ClusterTrainer:
-    """A `Session` whose trajectories others have played and judged; see `workers.Trainer`.
+    """A `Session` whose trajectories come from other workers; the master calls its methods.
 
-    Several of them are one `jax.distributed` group and make the same calls; the first one writes into the run's folder,
-    the others into one of their own, which ends with them.
+    Several trainers are one `jax.distributed` group and make the same calls. The first one writes into the run's
+    folder, the others into temporary folders of their own.
     """
 
     def __init__(self, config: Config, folder: Path, every: int, *, rank: int = 0, loggers: Sequence[str] = ()):
+        """Build nothing yet; `build` does.
+
+        Args:
+            config: settings of the run.
+            folder: of the run.
+            every: updates between validations and checkpoints.
+            rank: number of this trainer in its group.
+            loggers: names of loggers for metrics.
+        """
         self._config, self._every, self._folder, self._rank = config, every, folder, rank
         self._loggers = loggers
         self._stack = ExitStack()
-        self._given = Stretch()
-        self._began = time.monotonic()
+        self._batch = RolloutSlice()
+        self._started_at = time.monotonic()
 
-    def about(self) -> dict[str, Any]:
-        """Report its process and host, and the `address` at which the others could meet it."""
+    def describe(self) -> dict[str, JSON]:
+        """Process id and host, and the `address` at which the other trainers can join it."""
         try:
             address = socket.gethostbyname(socket.gethostname())
-        except OSError:  # the host's name has none
+        except OSError:  # the host's name has no address
             address = "127.0.0.1"
-        with socket.socket() as found:
-            found.bind(("", 0))
-            return process_and_host() | {"address": f"{address}:{found.getsockname()[1]}"}
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return process_and_host() | {"address": f"{address}:{free.getsockname()[1]}"}
 
-    def meet(self, address: str) -> None:
-        """Become one of the group."""
+    def join_group(self, address: str) -> None:
+        """Join the group of trainers, if there are several."""
         if self._config.trainer_workers > 1:
             launch.join(address, self._config.trainer_workers, self._rank)
-            multihost_utils.sync_global_devices("all are there")  # at once, since they don't wait long for each other
+            multihost_utils.sync_global_devices("all have joined")  # at once, since their timeout is short
 
-    def open(self) -> None:
-        """Make all parts; the first one writes what the others begin with."""
+    def build(self) -> None:
+        """Make all parts; the first trainer writes what the others start with."""
         folder, config = self._folder, self._config
         if self._rank == 0:
-            self._stack.enter_context(work_folder(NAME, config, folder, patience=LOCKED))
-        self.setup = self._stack.enter_context(agent.open(config, folder))
-        self.session = Session(_RemoteWork(self.setup, NAME), folder)
+            self._stack.enter_context(trainable_folder(NAME, config, folder, lock_timeout=LOCK_TIMEOUT))
+        self.setup = self._stack.enter_context(agent.build(config, folder))
+        self.session = Session(_RemoteRolloutTrainable(self.setup, NAME), folder)
         self._step = make_hosted_step(self.setup, self._roll_out)
 
     def heartbeat(self) -> Heartbeat:
-        """Say how it is; the master knows what it is at."""
+        """State of this process; the master knows what it is doing."""
         return take_heartbeat()
 
-    def begin(self) -> TrainerStart:
-        """From the checkpoint, or from the warm start."""
+    def start(self) -> TrainerStart:
+        """Start from the checkpoint, or else from the warm start."""
         session = self.session
         if session.restore() and self._rank == 0:
-            session.progress.say(f"going on at update {int(session.run.update)} of {self._folder}")
+            session.progress.log(f"resuming at update {int(session.state.update)} of {self._folder}")
         if self._rank:
-            own = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-            session.folder, session.checkpoints = own, Checkpoints(own, keep=1, background=True)
-        self._metrics = self._stack.enter_context(Metrics(own) if self._rank else session.open_metrics(self._loggers))
+            own_folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+            session.folder, session.checkpoints = own_folder, Checkpoints(own_folder, keep=1, background=True)
+            self._metrics = self._stack.enter_context(MetricsWriter(own_folder))
+        else:
+            self._metrics = self._stack.enter_context(session.open_metrics(self._loggers))
         self._stack.enter_context(session.checkpoints)
-        if session.at is None:
+        if session.snapshot is None:
             session.warm_start(self._metrics)
-        update, prompts, memory = int(session.run.update), self.setup.prompts, session.memory
-        if prompts is not None and memory is not None:
-            prompts.restore(update, memory["prompts"])
-        known = EMPTY if prompts is None else prompts.known(update)
-        return TrainerStart(update, session.is_due(self._every), memory, known)
+        update, sampler, master_state = int(session.state.update), self.setup.task_sampler, session.extra_state
+        if sampler is not None and master_state is not None:
+            sampler.restore(update, master_state["prompts"])
+        rates = NO_RATES if sampler is None else sampler.rates(update)
+        return TrainerStart(update, session.is_validation_due(self._every), master_state, rates)
 
-    def weights(self) -> tuple[int, Any]:
-        """The version, and what is trained, on the host."""
-        learner = self.session.run.learner
-        return int(learner.version), self._part(learner.params)
+    def weights(self) -> tuple[int, Params]:
+        """The version, and the trained parameters on the host."""
+        learner = self.session.state.learner
+        return int(learner.version), self._to_host(learner.params)
 
-    def _part(self, params: Any) -> Any:
-        """Copy what is trained to the host; whole, where it is divided among processes."""
-        return jax.tree.map(_on_host, self.setup.planner.trained.take(params))
+    def _to_host(self, params: Params) -> Params:
+        """Copy the trained parameters to the host, gathered if they are sharded over processes."""
 
-    def train(self, *stretches: Stretch) -> tuple[dict[str, Any], Any]:
-        """One update from these groups, which are recorded whole; its figures, and the weights after it."""
-        self._given = renumbered(stretches)
-        update = int(self.session.run.update) + 1
-        record(self.session.folder / "batches" / f"{update:06d}.jsonl", self._given.played)
-        figures = self.session.advance(self._step, self._metrics)
+        def copy(x: Any) -> Any:
+            is_whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+            return jax.device_get(x) if is_whole else multihost_utils.process_allgather(x, tiled=True)
+
+        return jax.tree.map(copy, self.setup.planner.trainable.split(params))
+
+    def train(self, *slices: RolloutSlice) -> tuple[Metrics, Params]:
+        """One update from these groups, all of which are recorded -> metrics for the master, and the new weights."""
+        self._batch = renumber_groups(slices)
+        update = int(self.session.state.update) + 1
+        write_trajectories(self.session.folder / "batches" / f"{update:06d}.jsonl", self._batch.trajectories)
+        metrics = self.session.run_update(self._step, self._metrics)
         version, weights = self.weights()
-        told = {name: figures[name] for name in TOLD if name in figures}
-        known = EMPTY if self.setup.prompts is None else self.setup.prompts.shown(update - 1)
-        return {**told, "version": version, "due": self.session.is_due(self._every), "known": known}, weights
+        sampler = self.setup.task_sampler
+        sent = {name: metrics[name] for name in MASTER_METRICS if name in metrics}
+        sent |= {"version": version, "due": self.session.is_validation_due(self._every)}
+        sent |= {"known": NO_RATES if sampler is None else sampler.changed_rates(update - 1)}
+        return sent, weights
 
-    def _roll_out(self, run: loop.Run, told: RolloutCallbacks) -> JudgedRollout:
-        """Make the rollout of this update from what other workers have played."""
-        hosted = Hosted(self._given.played, (), Ledger(), 0, {})
-        rolled = learned_from(self.setup, run, hosted)
-        told.played(rolled.trajectories)
-        return rolled
+    def _roll_out(self, state: loop.TrainState, callbacks: RolloutCallbacks) -> JudgedRollout:
+        """The rollout of this update, from the trajectories of other workers."""
+        result = RolloutResult(self._batch.trajectories, (), Ledger(), 0, {})
+        rollout = to_judged_rollout(self.setup, state, result)
+        callbacks.on_all_sampled(rollout.trajectories)
+        return rollout
 
-    def examined(self, memory: Any, *stretches: Stretch) -> dict[str, Any]:
-        """The figures of an examination, written down; a checkpoint, which holds the master's memory too."""
-        played = _in_order(stretches)
-        seen = played_metrics(played, self.setup.env.tools)
-        self.session.examined(validation_of(seen), self._metrics, self._remembered(memory))
-        update = self._saved()
+    def record_evaluation(self, master_state: PyTree, *slices: RolloutSlice) -> Metrics:
+        """Record a validation, and write a checkpoint with the master's state."""
+        evaluation = evaluate_trajectories(_in_order(slices), self.setup.env.tools)
+        self.session.record_validation(validation_of(evaluation), self._metrics, self._extra_state(master_state))
+        update = self._finish_save()
         if self._rank == 0:
-            self.session.progress.say(f"update {update}: validation success {seen.success:.3f}")
-        return {"update": update, "success": seen.success}
+            self.session.progress.log(f"update {update}: validation success {evaluation.success:.3f}")
+        return {"update": update, "success": evaluation.success}
 
-    def save(self, memory: Any) -> int:
-        """Write a checkpoint of an update that was not examined, with the master's memory -> the update."""
-        self.session.save(self._remembered(memory))
-        return self._saved()
+    def save(self, master_state: PyTree) -> int:
+        """Write a checkpoint without a validation, with the master's state -> the update."""
+        self.session.save(self._extra_state(master_state))
+        return self._finish_save()
 
-    def _remembered(self, memory: Any) -> Any:
-        """The master's memory, with what is known of the tasks where they are chosen."""
-        if self.setup.prompts is None:
-            return memory
-        return memory | {"prompts": self.setup.prompts.saved(int(self.session.run.update))}
+    def _extra_state(self, master_state: PyTree) -> PyTree:
+        """The master's state, and the success rates of the tasks if tasks are chosen by them."""
+        if self.setup.task_sampler is None:
+            return master_state
+        return master_state | {"prompts": self.setup.task_sampler.to_checkpoint(int(self.session.state.update))}
 
-    def _saved(self) -> int:
-        """Wait until the checkpoint is there, and forget what it covers -> its update."""
+    def _finish_save(self) -> int:
+        """Wait until the checkpoint is written, and delete the recorded effects that it covers -> its update."""
         self.session.checkpoints.wait()
-        update = int(self.session.run.update)
+        update = int(self.session.state.update)
         if self._rank == 0:
-            Journal(self._folder / "journal").forget(update)
+            EffectLog(self._folder / "journal").delete_before(update)
         return update
 
-    def candidates(self) -> tuple[int, Any, Any]:
-        """The weights of the warm start, and the best ones."""
+    def test_params(self) -> tuple[int, Params, Params]:
+        """How many sets of weights are tested, and these: those of the start, and the best ones."""
         if self._rank:
             self.session.checkpoints = Checkpoints(self._folder, best="validation")
-        return 2, self._part(self.session.start), self._part(self.session.best_params()[1])
+        return 2, self._to_host(self.session.start_params), self._to_host(self.session.best_params()[1])
 
-    def finish(self, cluster: Mapping[str, Any], count: int, *stretches: Stretch) -> dict[str, Any]:
-        """The table and the result, with what the master has to add."""
+    def finish(self, cluster: Mapping[str, Any], count: int, *slices: RolloutSlice) -> dict[str, Any]:
+        """Write the table and the result.
+
+        Args:
+            cluster: what the master adds to the result.
+            count: number of slices before training; the others are after it.
+            slices: of the test.
+        """
         if self._rank:
             return {}
-        played = [_in_order(stretches[:count]), _in_order(stretches[count:])]
-        for when, own in zip(("before", "after"), played, strict=True):
-            record(self._folder / "trajectories" / f"test-{when}.jsonl", own)
-        tested = compare_before_after(self.setup, played)
-        tested = tested._replace(more={**tested.more, **cluster})
-        result = self.session.finish((time.monotonic() - self._began) / 60, tested)
+        rollouts = [_in_order(slices[:count]), _in_order(slices[count:])]
+        for when, trajectories in zip(("before", "after"), rollouts, strict=True):
+            write_trajectories(self._folder / "trajectories" / f"test-{when}.jsonl", trajectories)
+        report = compare_before_after(self.setup, rollouts)
+        report = report._replace(results={**report.results, **cluster})
+        result = self.session.finish((time.monotonic() - self._started_at) / 60, report)
         self.close()
         return result
 
     def close(self) -> None:
-        """Leave the folder."""
+        """Release the folder."""
         self._stack.close()
 
 
-def _on_host(x: Any) -> Any:
-    whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
-    return jax.device_get(x) if whole else multihost_utils.process_allgather(x, tiled=True)
-
-
-def renumbered(stretches: tuple[Stretch, ...]) -> Stretch:
-    """One batch of groups, numbered as they come."""
+def renumber_groups(slices: Sequence[RolloutSlice]) -> RolloutSlice:
+    """One batch of all groups, numbered in the order of the slices."""
     numbers: dict[tuple[int, int], int] = {}
-    played = []
-    for index, stretch in enumerate(stretches):
-        for one in stretch.played:
-            group = numbers.setdefault((index, one.group), len(numbers))
-            played.append(replace(one, group=group))
-    return Stretch(tuple(played))
+    trajectories = []
+    for index, rollout_slice in enumerate(slices):
+        for trajectory in rollout_slice.trajectories:
+            group = numbers.setdefault((index, trajectory.group), len(numbers))
+            trajectories.append(replace(trajectory, group=group))
+    return RolloutSlice(tuple(trajectories))
 
 
-def _in_order(stretches: tuple[Stretch, ...]) -> list[Played]:
-    """The trajectories of an examination, in the order of its tasks."""
-    return sorted((one for stretch in stretches for one in stretch.played), key=lambda one: (one.group, one.sample))
+def _in_order(slices: Sequence[RolloutSlice]) -> list[RecordedTrajectory]:
+    """The trajectories of an evaluation, in the order of its tasks."""
+    trajectories = [trajectory for rollout_slice in slices for trajectory in rollout_slice.trajectories]
+    return sorted(trajectories, key=lambda trajectory: (trajectory.group, trajectory.sample))
 
 
 def replay_run(folder: Path, config: Config, plan: schedule.Plan) -> dict[str, Any]:
-    """Its updates again -> what came of them, and whether that is what the run had come to."""
+    """Repeat a run's updates from its records -> the hash of the parameters, and whether it is that of the run."""
     batches = sorted((folder / "batches").glob("*.jsonl"))
     if not batches:
         raise BadInput(f"{folder} has no batches/: give the work directory of a cluster's run")
@@ -227,33 +245,38 @@ def replay_run(folder: Path, config: Config, plan: schedule.Plan) -> dict[str, A
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / START).symlink_to((folder / START).absolute())
         trainer = ClusterTrainer(replace(config, trainer_workers=1), Path(scratch), every=10**9)
-        trainer.open()
-        trainer.begin()
+        trainer.build()
+        trainer.start()
         for path in batches:
-            figures, _ = trainer.train(Stretch(tuple(from_json(line) for line in path.read_text().splitlines())))
-            print(f"update {figures['update']} of {len(batches)}: success {figures['success']:.3f}", flush=True)
-        sha = params_sha256(trainer.session.run.learner.params)
+            metrics, _ = trainer.train(RolloutSlice(tuple(from_json(line) for line in path.read_text().splitlines())))
+            print(f"update {metrics['update']} of {len(batches)}: success {metrics['success']:.3f}", flush=True)
+        sha = params_sha256(trainer.session.state.learner.params)
         trainer.close()
-    there = result_of(folder)["params_sha256"]
-    return {"updates": len(batches), "events": events, "params_sha256": sha, "there": there, "same": sha == there}
+    recorded = result_of(folder)["params_sha256"]
+    return {
+        "updates": len(batches),
+        "events": events,
+        "params_sha256": sha,
+        "there": recorded,
+        "same": sha == recorded,
+    }
 
 
 def replay_schedule(path: Path, plan: schedule.Plan) -> int:
-    """Send the events through the schedule again, which must give the updates that were made -> how many there were.
+    """Replay the events of a log through the schedule, which must give the recorded updates -> number of events.
 
-    If the run went back to a checkpoint, the schedule did too: its state then is not in the log, and the events from
-    there on are taken up where the log says with which groups.
+    The replay ends where the run was resumed from a checkpoint, since the state of the schedule then is not in the log.
     """
-    state, there, again, count = cluster_state.ClusterState(), [], [], 0
+    state, recorded, replayed, count = cluster_state.ClusterState(), [], [], 0
     for line in read_events(path):
         if line["what"] == "resumed" and (line["update"] or count):
-            return count  # checked as far as one process went
+            return count
         if line["what"] == "event":
             count += 1
             state, commands = schedule.advance(plan, state, schedule.Event(**line["event"]))
-            again += [list(command.groups) for command in commands if command.kind == "train"]
+            replayed += [list(command.groups) for command in commands if command.kind == "train"]
         elif line["what"] == "train":
-            there.append(line["groups"])
-    if again[: len(there)] != there:
-        raise BadInput(f"{path} tells of other updates than its events lead to: it was written by another version")
+            recorded.append(line["groups"])
+    if replayed[: len(recorded)] != recorded:
+        raise BadInput(f"{path} records other updates than its events lead to: it was written by another version")
     return count

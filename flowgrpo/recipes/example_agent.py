@@ -1,9 +1,9 @@
-"""An agent written with the SDK of OpenAI, which knows nothing of training: three tools, and words to call them.
+"""An external agent with three tools, written with OpenAI's SDK and without any code for training.
 
-    python -m experiments.train_agent --agent=flowgrpo.recipes.example_agent:agent       the function, for many tasks
-    OPENAI_BASE_URL=... python -m flowgrpo.recipes.example_agent --query="Add 31 to 58."  the program, for one
+    python -m experiments.train_agent --agent=flowgrpo.recipes.example_agent:agent        trains the function
+    OPENAI_BASE_URL=... python -m flowgrpo.recipes.example_agent --query="Add 31 to 58."  runs it for one query
 
-The model writes "Tool: calculator" and "Context: 31 + 58" and is told the result, until it writes "Tool: answer".
+The model writes "Tool: calculator" and "Context: 31 + 58" and gets the result, until it writes "Tool: answer".
 """
 
 import asyncio
@@ -27,7 +27,7 @@ SECONDS = 10.0
 
 @cache
 def client() -> Any:
-    """One for all tasks: to make one takes longer than a request."""
+    """The client, shared by all tasks: making one takes longer than a request."""
     try:
         from openai import AsyncOpenAI
     except ImportError:
@@ -36,61 +36,61 @@ def client() -> Any:
 
 
 @cache
-def own_tools() -> Toolset:
-    """A calculator, Python in a sandbox, and a search through the corpus of the offline tasks."""
+def tools() -> Toolset:
+    """A calculator, Python in a sandbox, and search in the corpus of the offline tasks."""
     documents = [Document(p["title"], p["text"], "corpus", n, False) for n, p in enumerate(passages(), 1)]
-    own = [
+    parts = [
         calculator(),
         python(Sandbox(workers=1), limits=Limits(seconds=SECONDS), pure=True),
         search(Corpus(tuple(documents)), top=1),
     ]
-    return toolset(own, seconds=SECONDS)
+    return toolset(parts, timeout=SECONDS)
 
 
-def read(words: str) -> tuple[str, str]:
-    """The tool and the context of an action; "" for what is not written."""
+def parse_action(text: str) -> tuple[str, str]:
+    """The tool and the context of an action; "" for a missing field."""
     fields: dict[str, str] = {"Tool": "", "Context": ""}
     name = ""
-    for line in words.splitlines():
-        begins = next((one for one in fields if line.startswith(f"{one}:")), None)
-        name = begins or name
+    for line in text.splitlines():
+        new_field = next((field for field in fields if line.startswith(f"{field}:")), None)
+        name = new_field or name
         if name:
-            fields[name] += (line[len(name) + 1 :] if begins else f"\n{line}").strip(" ")
+            fields[name] += (line[len(name) + 1 :] if new_field else f"\n{line}").strip(" ")
     return fields["Tool"].strip(), fields["Context"]
 
 
-def use(name: str, context: str) -> str:
-    """Call a tool; return what it says, or why it says nothing."""
-    schema = next((schema for schema in own_tools().schemas if schema["name"] == name), None)
+def call_tool(name: str, context: str) -> str:
+    """Call a tool -> its result, or its error."""
+    schema = next((schema for schema in tools().schemas if schema["name"] == name), None)
     if schema is None:
         return f"Error: there is no tool {name!r}"
     argument = next(iter(schema["parameters"]["properties"]))
-    result = own_tools().do(Call("tool", name, {argument: context}))
+    result = tools().call_tool(Call("tool", name, {argument: context}))
     return f"Error: {result.text}" if result.error or result.failure else f"Result: {result.text}"
 
 
 async def agent(task: Any, base_url: str | None = None) -> str:
-    """The answer to a task's query."""
-    own = client().with_options(base_url=base_url) if base_url else client()
+    """Answer a task's query."""
+    api = client().with_options(base_url=base_url) if base_url else client()
     from openai import BadRequestError
 
-    names = ", ".join([*(schema["name"] for schema in own_tools().schemas), "answer"])
+    names = ", ".join([*(schema["name"] for schema in tools().schemas), "answer"])
     messages: list[Any] = [{"role": "user", "content": f"{task.query}\nTools: {names}"}]
     while True:
         try:
-            reply = await own.chat.completions.create(model=MODEL, messages=messages)
+            reply = await api.chat.completions.create(model=MODEL, messages=messages)
         except BadRequestError:  # no request is left
             return ""
-        words = reply.choices[0].message.content or ""
-        name, context = read(words)
+        text = reply.choices[0].message.content or ""
+        name, context = parse_action(text)
         if name == "answer":
             return context
-        seen = await asyncio.to_thread(use, name, context)
-        messages += [{"role": "assistant", "content": words}, {"role": "user", "content": seen}]
+        observation = await asyncio.to_thread(call_tool, name, context)
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": observation}]
 
 
 if __name__ == "__main__":
     from types import SimpleNamespace
 
-    query = next((word.removeprefix("--query=") for word in sys.argv[1:] if word.startswith("--query=")), "")
+    query = next((flag.removeprefix("--query=") for flag in sys.argv[1:] if flag.startswith("--query=")), "")
     print(asyncio.run(agent(SimpleNamespace(query=query or sys.stdin.readline().strip()))))

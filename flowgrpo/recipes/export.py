@@ -1,7 +1,7 @@
-"""Read a run again: `read_config` its settings, `read_planner` its checkpoints; `export` writes its planner as a model.
+"""Export a run's planner: `export` as a model folder, `export_gguf` as GGUF, `export_adapter` as a PEFT adapter.
 
-`export_gguf` writes it as GGUF, `export_adapter` an adapter alone, in PEFT's format. The planner of a pure environment
-becomes a small Llama whose tokenizer has the words of its environment, and has no form in GGUF.
+`read_config` reads a run's settings, and `read_planner` a checkpoint's planner. The planner of a pure environment is
+exported as a small Llama whose tokenizer has the environment's words; GGUF has no form for such a tokenizer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 
 import flowgrpo as fg
-from flowgrpo.data.tokenizer import load_text, start
+from flowgrpo.data.tokenizer import load_tokenizer, start_conversation
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.gguf_export import save_gguf_folder
 from flowgrpo.models.hf import Model, load_model, save_model
-from flowgrpo.models.lora import Adapted, merge
+from flowgrpo.models.lora import LoraParams, merge_adapter
 from flowgrpo.models.peft import save_adapter
-from flowgrpo.models.trainable import ActorCritic, acting
+from flowgrpo.models.trainable import ActorCritic, actor_params
 from flowgrpo.recipes import agent_config, cluster_config, own_agent, own_env, pure, self_verify_tasks
 from flowgrpo.recipes.model_card import CardFacts, model_card
-from flowgrpo.recipes.planner import PlannerConfig, base_kind, lora_of
+from flowgrpo.recipes.planner import PlannerConfig, frozen_base_dtype, lora_of
 from flowgrpo.recipes.registry import make_env
 from flowgrpo.run.checkpoints import Checkpoints, params_sha256
 from flowgrpo.run.config import RunConfig
@@ -42,64 +42,68 @@ CONFIGS: dict[str, type[RunConfig]] = {
     "self_verify": self_verify_tasks.Config,
 }
 
-# What there is ------------------------------------------------------------------------------------------
+# Reading a run ------------------------------------------------------------------------------------------
 
 
 def read_planner(folder: Path, which: str) -> tuple[int, Any]:
-    """The update and the parameters of a checkpoint's planner; of an adapted one, its adapter."""
+    """The update and the parameters of a checkpoint's planner: its adapter, if it has one.
+
+    `which` is "best" in validation, "last", or "start".
+    """
     checkpoints = Checkpoints(folder, best="validation")
     last = checkpoints.latest()
     if last is None:
-        raise fg.BadInput(f"{folder} has no checkpoint yet: let the run go on")
+        raise fg.BadInput(f"{folder} has no checkpoint yet: continue the run")
     if which == "start":
-        return 0, _planner(checkpoints.part(last, "start"))
+        return 0, _planner(checkpoints.restore_part(last, "start"))
     step = checkpoints.best() if which == "best" else last
     step = last if step is None else step
-    return step, _planner(checkpoints.part(step, PARAMS))
+    return step, _planner(checkpoints.restore_part(step, PARAMS))
 
 
 def _planner(stored: Mapping[str, Any]) -> Any:
-    """The planner's own parameters of what a checkpoint holds, where a pair of actor and critic is a mapping."""
-    own = acting(ActorCritic(**stored)) if set(stored) == set(ActorCritic._fields) else stored
-    return jax.tree.map(jnp.asarray, own)
+    """The planner's parameters in a checkpoint, which stores a pair of actor and critic as a mapping."""
+    params = actor_params(ActorCritic(**stored)) if set(stored) == set(ActorCritic._fields) else stored
+    return jax.tree.map(jnp.asarray, params)
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The Config that a run of reinforcement was last started with, by the name of its recipe."""
-    there = read_run(folder)
-    if there["recipe"] not in CONFIGS:
-        raise fg.BadInput(f"{folder} is a run of {there['recipe']}: give one of {', '.join(CONFIGS)}")
+    """The Config with which a run of RL was last started."""
+    run = read_run(folder)
+    if run["recipe"] not in CONFIGS:
+        raise fg.BadInput(f"{folder} is a run of {run['recipe']}: give one of {', '.join(CONFIGS)}")
     try:
-        return CONFIGS[there["recipe"]].from_json(there["settings"])
+        return CONFIGS[run["recipe"]].from_json(run["settings"])
     except fg.BadInput as error:
         raise fg.BadInput(f"{folder / RUN}: {error}; it was written by another version") from None
 
 
-def base_model(config: RunConfig, folder: Path) -> Model:
-    """The model that a run began with: shape, tokenizer, and the weights that no adapter changes."""
+def load_start_model(config: RunConfig, folder: Path) -> Model:
+    """The start of a run: shape, tokenizer, and the weights under an adapter."""
     if isinstance(config, pure.Config):
         return word_model(config)
     assert isinstance(config, PlannerConfig)
-    return load_model(base(config, folder), dtype=config.dtype, quantised=base_kind(config))
+    return load_model(start_model_path(config, folder), dtype=config.dtype, quantised=frozen_base_dtype(config))
 
 
-def base(config: PlannerConfig, folder: Path) -> str | Path:
-    """Locate the model that a run began with: a folder or a hub id."""
+def start_model_path(config: PlannerConfig, folder: Path) -> str | Path:
+    """The folder or hub id of a run's start."""
     return config.model or folder / START
 
 
-# A planner of words -------------------------------------------------------------------------------------
+# Planners of pure environments -------------------------------------------------------------------------------------
 
 
 def word_model(config: pure.Config) -> Model:
-    """The model of a run on a pure environment as a Llama, of the same shape; without parameters."""
+    """The planner of a pure environment as a Llama of the same shape, without parameters."""
     env = make_env(config.env)
-    decoder = pure.decoder_shape(env, config)
-    source, text = llama(decoder), SimpleNamespace(save=partial(write_words, words=env.words))
-    return Model(make_policy(decoder), {}, text, families.decoder_config(source), source)
+    decoder = pure.small_decoder_config(env, config)
+    hf_config = llama_config(decoder)
+    tokenizer: Any = SimpleNamespace(save=partial(write_words, words=env.vocabulary))
+    return Model(make_policy(decoder), {}, tokenizer, families.decoder_config(hf_config), hf_config)
 
 
-def llama(config: DecoderConfig) -> dict[str, Any]:
+def llama_config(config: DecoderConfig) -> dict[str, Any]:
     """The config.json of a small decoder."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -124,7 +128,7 @@ def llama(config: DecoderConfig) -> dict[str, Any]:
 
 
 def write_words(folder: Path, words: Sequence[str]) -> None:
-    """A tokenizer for transformers: each word is a token, and its number the id."""
+    """Write a tokenizer for transformers, in which each word is a token whose id is its number."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -138,7 +142,14 @@ def write_words(folder: Path, words: Sequence[str]) -> None:
 
 
 def export(folder: Path, out: Path, *, which: str = "best", licence: str | None = None) -> dict[str, Any]:
-    """Write a run's planner as a whole model, with a model card that names its licence -> what was written."""
+    """Write a run's planner as a model folder, with a model card -> a record of it.
+
+    Args:
+        folder: of the run.
+        out: folder to write; one that is there is replaced.
+        which: checkpoint, best in validation, last, or start.
+        licence: of the weights; None: that of the base model.
+    """
     model, facts = _whole_model(folder, out, which, licence)
     save_model(out, model, card=model_card(facts))
     return _written(out, facts, model.params)
@@ -147,7 +158,15 @@ def export(folder: Path, out: Path, *, which: str = "best", licence: str | None 
 def export_gguf(
     folder: Path, out: Path, *, tensor_type: str = "f16", which: str = "best", licence: str | None = None
 ) -> dict[str, Any]:
-    """Write a run's planner as GGUF, with a Modelfile and a model card -> what was written."""
+    """Write a run's planner as GGUF, with a Modelfile and a model card -> a record of it.
+
+    Args:
+        folder: of the run.
+        out: folder to write; one that is there is replaced.
+        tensor_type: of the matrices: f16, bf16, f32 or q8_0.
+        which: checkpoint, best in validation, last, or start.
+        licence: of the weights; None: that of the base model.
+    """
     if out.suffix == ".gguf":
         raise fg.BadInput(
             f"--out={out} names a file, and a folder is written, with a Modelfile: give {out.with_suffix('')}"
@@ -164,14 +183,14 @@ def export_gguf(
 
 
 def _whole_model(folder: Path, out: Path, which: str, licence: str | None) -> tuple[Model, CardFacts]:
-    """The planner of a checkpoint with its adapter merged into its base, and what its card tells."""
+    """The planner of a checkpoint with its adapter merged into its base, and the facts of its card."""
     config = read_config(folder)
     step, params = read_planner(folder, which)
     _check_out(config, folder, out)
-    model = base_model(config, folder)
+    model = load_start_model(config, folder)
     lora = lora_of(config) if isinstance(config, PlannerConfig) else None
     if lora is not None:
-        params = merge(Adapted(model.params, params), model.config, lora)
+        params = merge_adapter(LoraParams(model.params, params), model.config, lora)
     facts = CardFacts(read_run(folder)["recipe"], config, folder, step, which, licence=licence)
     return model._replace(params=params), facts
 
@@ -181,7 +200,7 @@ def _written(out: Path, facts: CardFacts, params: Any) -> dict[str, Any]:
 
 
 def export_adapter(folder: Path, out: Path, *, which: str = "best", licence: str | None = None) -> dict[str, Any]:
-    """Write a run's adapter alone, with a model card that names its licence -> what was written."""
+    """Write a run's adapter in PEFT's format, with a model card -> a record of it; arguments as in `export`."""
     config = read_config(folder)
     lora = lora_of(config) if isinstance(config, PlannerConfig) else None
     if lora is None:
@@ -189,28 +208,28 @@ def export_adapter(folder: Path, out: Path, *, which: str = "best", licence: str
     assert isinstance(config, PlannerConfig)
     step, adapter = read_planner(folder, which)
     _check_out(config, folder, out)
-    model = base_model(config, folder)
-    named = config.model or str(Path(base(config, folder)).resolve())
+    model = load_start_model(config, folder)
+    base = config.model or str(Path(start_model_path(config, folder)).resolve())
     facts = CardFacts(read_run(folder)["recipe"], config, folder, step, which, adapter=True, licence=licence)
-    save_adapter(out, adapter, model.config, lora, base_model=named, card=model_card(facts))
+    save_adapter(out, adapter, model.config, lora, base_model=base, card=model_card(facts))
     return _written(out, facts, adapter)
 
 
-def can_chat(folder: Path) -> bool:
-    """Whether the tokenizer of a model folder has a chat template that writes a user's first message."""
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer of a model folder has a chat template that can render a user's message."""
     try:
-        start(load_text(folder), [{"role": "user", "content": "x"}])
+        start_conversation(load_tokenizer(folder), [{"role": "user", "content": "x"}])
     except fg.BadInput:
         return False
     return True
 
 
 def _check_out(config: RunConfig, folder: Path, out: Path) -> None:
-    """Raise `BadInput` where a run is, or the model that it goes on from: what is written replaces a whole folder."""
+    """Raise `BadInput` if `out` is a run or the start of this one, since writing replaces the whole folder."""
     if (out / RUN).exists():
         raise fg.BadInput(f"--out={out} is the folder of a run: give another one, such as {out / 'model'}")
     if not isinstance(config, PlannerConfig):
         return
-    began = Path(base(config, folder)).resolve()
-    if out.resolve() in (began, began.parent if began.is_file() else began):
-        raise fg.BadInput(f"--out={out} is the model that the run began with: give another folder")
+    start = Path(start_model_path(config, folder)).resolve()
+    if out.resolve() in (start, start.parent if start.is_file() else start):
+        raise fg.BadInput(f"--out={out} is the model that the run started with: give another folder")

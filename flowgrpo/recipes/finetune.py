@@ -1,4 +1,4 @@
-"""The recipe of learning from a file of conversations: demonstrations to imitate, or preferences by DPO.
+"""The recipe of learning from a file of conversations: demonstrations to imitate (SFT), or preferences (DPO).
 
 result = train(Config(method="sft", data="demonstrations.jsonl", model="models/small"), "runs/sft")
 """
@@ -21,146 +21,140 @@ from flowgrpo.learner import conversations
 from flowgrpo.learner.imitation import IMITATION, packed_imitation
 from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.learner.state import LearnerState, make_optimizer
-from flowgrpo.learner.update import make_score, make_update, score_batch
-from flowgrpo.models.attention_kernels import attention_named
+from flowgrpo.learner.update import UpdateSettings, make_score, make_update, score_batch
+from flowgrpo.models.attention_kernels import get_kernel
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model
 from flowgrpo.models.trainable import cast
 from flowgrpo.recipes.finetune_config import Config
 from flowgrpo.run.checkpoints import params_sha256
-from flowgrpo.run.next_steps import command, contents, ending
-from flowgrpo.run.session import Session, Step, Validation, Work, run_session
-from flowgrpo.run.time_budget import ENDLESS, TimeBudget
+from flowgrpo.run.next_steps import closing_message, command, list_contents
+from flowgrpo.run.session import Session, Step, Trainable, Validation, run_session
+from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
+from flowgrpo.types import Metrics, Params
 
 NAME = "finetune"
-TOLD = ("grad_norm", "skipped", "overflows", "loss_scale")  # of a step, where there are such figures
+STEP_METRICS = ("grad_norm", "skipped", "overflows", "loss_scale")  # of a step, if it has them
 
 
-class Split(NamedTuple):
+class ExampleSplit(NamedTuple):
     """The examples of a file."""
 
-    learned: Sequence[Any]
-    held: Sequence[Any]  # out, to see how good the model is
-    left_out: int  # how many are too long
+    train: Sequence[Any]
+    held_out: Sequence[Any]
+    num_too_long: int  # that are left out
 
 
-class Lesson(NamedTuple):
-    """Functions that lay out the examples of a step, learn from them, and examine the parameters."""
+class Objective(NamedTuple):
+    """What is learned from examples, as functions."""
 
-    lay: Callable[[Sequence[Any]], fg.Batch]  # examples of a step -> their batch, always of one shape
-    step: Callable[[LearnerState, fg.Batch], tuple[LearnerState, dict]]
-    examine: Callable[[Any], dict[str, float]]  # parameters -> figures on what is held out, a loss first
+    collate: Callable[[Sequence[Any]], fg.Batch]  # examples of a step -> their batch, always of one shape
+    step: Callable[[LearnerState, fg.Batch], tuple[LearnerState, Metrics]]
+    evaluate: Callable[[Params], dict[str, float]]  # metrics on the held-out examples, the loss first
 
 
 class Method(NamedTuple):
-    """One way to learn from examples."""
+    """A way to learn from examples."""
 
-    read: Callable[..., list]  # (path, text) -> examples
-    rows: Callable[..., fg.Batch]
-    each: int  # conversations of an example
-    teach: Callable[..., tuple]  # (settings, model, optimizer, held) -> (step, examine)
+    read: Callable[..., list]  # (path, tokenizer) -> examples
+    collate: Callable[..., fg.Batch]
+    conversations: int  # of an example
+    make_functions: Callable[..., tuple]  # (config, model, optimizer, held-out batches) -> (step, evaluate)
 
 
-def split_examples(config: "Config", examples: Sequence[Any]) -> Split:
-    """Split examples into those to learn from and those held out, by the seed; too long ones are left out."""
-    length = config.max_tokens
-    fitting = [example for example in examples if _longest(example) <= length]
+def split_examples(config: Config, examples: Sequence[Any]) -> ExampleSplit:
+    """Split examples into training and held-out ones, by the seed; too long ones are left out."""
+    max_tokens = config.max_tokens
+    fitting = []
+    for example in examples:
+        both = (example,) if isinstance(example, fg.Trajectory) else example
+        if max(conversations.tokens_of(conversation) for conversation in both) <= max_tokens:
+            fitting.append(example)
     count = max(round(config.held_out * len(fitting)), 1)
     if len(fitting) <= count:
         raise fg.BadInput(
-            f"{config.data} has {len(fitting)} examples of at most {length} tokens, {count} of them held out: "
+            f"{config.data} has {len(fitting)} examples of at most {max_tokens} tokens, {count} of them held out: "
             "raise --max_tokens, or give more"
         )
     order = np.random.default_rng(config.seed).permutation(len(fitting))
-    held, learned = ([fitting[i] for i in np.sort(own)] for own in (order[:count], order[count:]))
-    return Split(learned, held, len(examples) - len(fitting))
+    held_out, train = ([fitting[i] for i in np.sort(indices)] for indices in (order[:count], order[count:]))
+    return ExampleSplit(train, held_out, len(examples) - len(fitting))
 
 
-def lesson_of(config: "Config", model: Model, held: Sequence[Any], optimizer) -> Lesson:
-    """The lesson, examined on these."""
+def make_objective(config: Config, model: Model, held_out: Sequence[Any], optimizer) -> Objective:
+    """The objective of the method, evaluated on the held-out examples."""
     method, size = METHODS[config.method], config.batch
-    sizes = {"row_length": config.max_tokens, "rows": size * method.each}
+    sizes = {"row_length": config.max_tokens, "rows": size * method.conversations}
     if shares := model.policy.hidden_tree is not None:
-        sizes = tree_sizes(config.max_tokens, size * method.each, micro_rows=config.micro_rows)
-    lay = partial(method.rows, **sizes, shares=shares)
-    batches = [lay(held[i : i + size]) for i in range(0, len(held), size)]
-    return Lesson(lay, *method.teach(config, model, optimizer, batches))
+        sizes = tree_sizes(config.max_tokens, size * method.conversations, micro_rows=config.micro_rows)
+    collate = partial(method.collate, **sizes, use_trees=shares)
+    batches = [collate(held_out[i : i + size]) for i in range(0, len(held_out), size)]
+    return Objective(collate, *method.make_functions(config, model, optimizer, batches))
 
 
-def _longest(example: Any) -> int:
-    """Tokens of its longest conversation."""
-    both = (example,) if isinstance(example, fg.Trajectory) else example
-    return max(conversations.tokens_of(record) for record in both)
-
-
-def _programs(config: "Config", model: Model, algorithm: fg.Algorithm, optimizer) -> tuple[Callable, Callable]:
+def _jit_update_and_score(
+    config: Config, model: Model, algorithm: fg.Algorithm, optimizer
+) -> tuple[Callable, Callable]:
     """The update by an algorithm, and the scoring of a batch; both compute in the type of the Config."""
-    computes: Any = None if config.dtype == "float32" else config.dtype  # None: that of the parameters
+    compute_dtype: Any = None if config.dtype == "float32" else config.dtype  # None: that of the parameters
     micro_rows = config.micro_rows if model.policy.hidden_tree is None else 1  # a tree is as long as a micro-batch
-    update = make_update(model.policy, algorithm, optimizer, micro_rows=micro_rows, compute_dtype=computes, watch=None)
-    score = make_score(model.policy, compute_dtype=computes)
+    settings = UpdateSettings(micro_rows=micro_rows, compute_dtype=compute_dtype, diagnostics=None)
+    update = make_update(model.policy, algorithm, optimizer, settings)
+    score = make_score(model.policy, compute_dtype=compute_dtype)
     return jax.jit(update), jax.jit(partial(score_batch, score, micro_rows=micro_rows))
 
 
-# Imitation ----------------------------------------------------------------------------------------------
+def _sft_functions(config: Config, model: Model, optimizer, held_out: list[fg.Batch]) -> tuple[Callable, Callable]:
+    """Step and evaluation of imitation: the mean of -log p over the tokens to imitate."""
+    update, score = _jit_update_and_score(config, model, IMITATION, optimizer)
+
+    def step(state: LearnerState, batch: fg.Batch) -> tuple[LearnerState, Metrics]:
+        state, metrics = update(state, batch)
+        return state, {"nll": metrics["loss"]} | {name: metrics[name] for name in STEP_METRICS if name in metrics}
+
+    def evaluate(params: Params) -> dict[str, float]:
+        total = count = 0.0
+        for batch in held_out:
+            mask_rs = np.asarray(batch.loss_mask)
+            total -= float(np.asarray(score(params, batch), np.float64)[mask_rs].sum())
+            count += float(mask_rs.sum())
+        return {"nll": total / count}
+
+    return step, evaluate
 
 
-def _teach_demonstrations(config: "Config", model: Model, optimizer, held: list[fg.Batch]) -> tuple:
-    update, score = _programs(config, model, IMITATION, optimizer)
-    return partial(_imitate, update=update), partial(_mean_loss, score=score, held=held)
-
-
-def _imitate(state: LearnerState, batch: fg.Batch, *, update) -> tuple[LearnerState, dict]:
-    state, metrics = update(state, batch)
-    return state, {"nll": metrics["loss"]} | {name: metrics[name] for name in TOLD if name in metrics}
-
-
-def _mean_loss(params, *, score, held: list[fg.Batch]) -> dict[str, float]:
-    """The mean of -log p over all that is to be imitated."""
-    total = count = 0.0
-    for batch in held:
-        own_rs = np.asarray(batch.live)
-        total -= float(np.asarray(score(params, batch), np.float64)[own_rs].sum())
-        count += float(own_rs.sum())
-    return {"nll": total / count}
-
-
-# Preferences --------------------------------------------------------------------------------------------
-
-
-def _teach_preferences(config: "Config", model: Model, optimizer, held: list[fg.Batch]) -> tuple:
+def _dpo_functions(config: Config, model: Model, optimizer, held_out: list[fg.Batch]) -> tuple[Callable, Callable]:
+    """Step and evaluation of DPO (Rafailov et al., 2023): loss, fraction of pairs ranked right, and mean margin."""
     beta = config.beta
-    update, score = _programs(config, model, fg.dpo(beta=beta), optimizer)
-    known = [batch.replace(logp_ref=np.asarray(score(model.params, batch))) for batch in held]
-    step = partial(_prefer, update=update, reference=jax.tree.map(jnp.copy, model.params))
-    return step, partial(_preferences, score=score, held=known, beta=beta)
+    update, score = _jit_update_and_score(config, model, fg.dpo(beta=beta), optimizer)
+    reference = jax.tree.map(jnp.copy, model.params)
+    scored = [batch.replace(logp_ref=np.asarray(score(model.params, batch))) for batch in held_out]
 
+    def step(state: LearnerState, batch: fg.Batch) -> tuple[LearnerState, Metrics]:
+        state, metrics = update(state, batch, reference)
+        shown = {name: metrics[name] for name in ("loss", "margin", *STEP_METRICS) if name in metrics}
+        return state, shown | {"preferred": metrics["accuracy"]}
 
-def _prefer(state: LearnerState, batch: fg.Batch, *, update, reference) -> tuple[LearnerState, dict]:
-    state, metrics = update(state, batch, reference)
-    figures = {name: metrics[name] for name in ("loss", "margin", *TOLD) if name in metrics}
-    return state, figures | {"preferred": metrics["accuracy"]}
+    def evaluate(params: Params) -> dict[str, float]:
+        margins = np.concatenate([beta * margins_of(batch, np.asarray(score(params, batch))) for batch in scored])
+        preferred = (margins > 0) + 0.5 * (margins == 0)  # a tie counts half
+        values = {"loss": np.logaddexp(0.0, -margins), "preferred": preferred, "margin": margins}
+        return {name: float(value.mean()) for name, value in values.items()}
 
-
-def _preferences(params, *, score, held: list[fg.Batch], beta: float) -> dict[str, float]:
-    """DPO's loss, how often the margin is on the right side (a tie is half), and the margin, over all pairs."""
-    margins = np.concatenate([beta * margins_of(batch, np.asarray(score(params, batch))) for batch in held])
-    right = (margins > 0) + 0.5 * (margins == 0)
-    figures = {"loss": np.logaddexp(0.0, -margins), "preferred": right, "margin": margins}
-    return {name: float(values.mean()) for name, values in figures.items()}
+    return step, evaluate
 
 
 def margins_of(batch: fg.Batch, logp_rs: np.ndarray) -> np.ndarray:
-    """For each pair, how much more its chosen side has gained on the reference than its rejected side."""
-    own_rs = np.asarray(batch.live)
-    gain_m = (logp_rs.astype(np.float64) - np.asarray(batch.logp_ref))[own_rs] * np.asarray(batch.advantage)[own_rs]
-    _, pair_m = np.unique(np.asarray(batch.group)[own_rs], return_inverse=True)
+    """For each pair, log p - log p_ref of the chosen conversation minus that of the rejected one."""
+    mask_rs = np.asarray(batch.loss_mask)
+    gain_m = (logp_rs.astype(np.float64) - np.asarray(batch.logp_ref))[mask_rs] * np.asarray(batch.advantage)[mask_rs]
+    _, pair_m = np.unique(np.asarray(batch.group)[mask_rs], return_inverse=True)
     return np.bincount(pair_m, weights=gain_m)
 
 
 METHODS = {
-    "sft": Method(conversations.read_demonstrations, packed_imitation, 1, _teach_demonstrations),
-    "dpo": Method(conversations.read_preferences, conversations.preference_rows, 2, _teach_preferences),
+    "sft": Method(conversations.read_demonstrations, packed_imitation, 1, _sft_functions),
+    "dpo": Method(conversations.read_preferences, conversations.preference_rows, 2, _dpo_functions),
 }
 
 
@@ -169,35 +163,38 @@ class FinetuneParts(NamedTuple):
 
     config: Config
     model: Model
-    examples: Split
+    examples: ExampleSplit
     steps: int
     optimizer: optax.GradientTransformation
-    lesson: Lesson
+    objective: Objective
 
 
-def open(config: Config) -> FinetuneParts:
+def build(config: Config) -> FinetuneParts:
     """Read model and examples, and make the parts of a run."""
-    # Parameters are float32, since small steps would be lost in less; the policy computes in the type that is given.
+    # Parameters are float32, since small steps would be lost in less; the policy computes in `dtype`.
     model = fg.load_model(config.model, dtype="float32")
-    policy = make_policy(model.config, dtype=config.dtype, attend=attention_named(config.attention))
+    policy = make_policy(model.config, dtype=config.dtype, attend=get_kernel(config.attention))
     model = model._replace(policy=policy)
-    examples = split_examples(config, METHODS[config.method].read(config.data, model.text))
-    steps = max(math.ceil(config.epochs * len(examples.learned) / config.batch), 1)
-    assert config.learning_rate is not None  # as the Config has it
-    rising, rate = steps // 20, config.learning_rate
-    plain = make_optimizer(learning_rate=rate, warmup_steps=rising, decay_steps=steps - rising)
-    optimizer = optimizer_for(config.dtype, plain)
-    return FinetuneParts(config, model, examples, steps, optimizer, lesson_of(config, model, examples.held, optimizer))
+    examples = split_examples(config, METHODS[config.method].read(config.data, model.tokenizer))
+    steps = max(math.ceil(config.epochs * len(examples.train) / config.batch), 1)
+    assert config.learning_rate is not None  # set by the Config
+    warmup_steps = steps // 20
+    adamw = make_optimizer(
+        learning_rate=config.learning_rate, warmup_steps=warmup_steps, decay_steps=steps - warmup_steps
+    )
+    optimizer = optimizer_for(config.dtype, adamw)
+    objective = make_objective(config, model, examples.held_out, optimizer)
+    return FinetuneParts(config, model, examples, steps, optimizer, objective)
 
 
-class FinetuneWork(Work):
-    """The stages of learning from examples: an update is a step."""
+class FinetuneTrainable(Trainable):
+    """The stages of learning from examples; an update of the session is a gradient step."""
 
-    keeps_start = False
+    keeps_start_params = False
 
     def __init__(self, parts: FinetuneParts):
         self.parts = parts
-        config = parts.config
+        config, examples = parts.config, parts.examples
         super().__init__(
             NAME,
             config,
@@ -208,44 +205,45 @@ class FinetuneWork(Work):
             key=jax.random.key(config.seed),
         )
         self.counts = {
-            "examples": len(parts.examples.learned),
-            "held_out": len(parts.examples.held),
-            "left_out": parts.examples.left_out,
+            "examples": len(examples.train),
+            "held_out": len(examples.held_out),
+            "left_out": examples.num_too_long,
         }
-        self.progress.say(
+        self.progress.log(
             "{examples} examples, {held_out} held out, {left_out} left out as too long".format(**self.counts)
         )
 
-    def initial(self) -> Any:
+    def init_params(self) -> Params:
         return self.parts.model.params
 
     def make_step(self) -> Step:
         return self._step
 
-    def _step(self, run: loop.Run) -> tuple[loop.Run, dict[str, Any]]:
-        examples, config, at = self.parts.examples.learned, self.parts.config, int(run.update)
-        (chosen,) = batches(len(examples), config.batch, config.seed, at, at + 1)
-        batch = self.parts.lesson.lay([examples[i] for i in chosen])
-        learner, figures = self.parts.lesson.step(run.learner, batch)
+    def _step(self, state: loop.TrainState) -> tuple[loop.TrainState, dict[str, Any]]:
+        examples, config, step = self.parts.examples.train, self.parts.config, int(state.update)
+        (indices,) = batches(len(examples), config.batch, config.seed, step, step + 1)
+        batch = self.parts.objective.collate([examples[i] for i in indices])
+        learner, metrics = self.parts.objective.step(state.learner, batch)
         tokens = (np.asarray(batch.segments) > 0).sum()
-        return run.replace(learner=learner, update=run.update + 1), figures | {"tokens": tokens}
+        return state.replace(learner=learner, update=state.update + 1), metrics | {"tokens": tokens}
 
-    def line(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        return {"phase": "train"} | {name: x for name, x in figures.items() if name not in ("skipped", "tokens")}
+    def metrics_line(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return {"phase": "train"} | {name: x for name, x in metrics.items() if name not in ("skipped", "tokens")}
 
-    def examine(self, params: Any) -> Validation:
-        found = self.parts.lesson.examine(params)
-        return Validation(-next(iter(found.values())), found)
+    def validate(self, params: Params) -> Validation:
+        metrics = self.parts.objective.evaluate(params)
+        loss = next(iter(metrics.values()))
+        return Validation(-loss, metrics)
 
     def finish(self, session: Session, minutes: float) -> dict[str, Any]:
-        """Write the model with the lowest loss on what is held out, and the result."""
-        config, model, examine = self.parts.config, self.parts.model, self.parts.lesson.examine
+        """Write the model with the lowest held-out loss, and the result."""
+        config, model, evaluate = self.parts.config, self.parts.model, self.parts.objective.evaluate
         best, params = session.best_params()
         fg.save_model(session.folder / "model", model._replace(params=cast(params, config.dtype)))
         result = {
             "method": config.method,
-            **{f"{name}_before": value for name, value in examine(model.params).items()},
-            **{f"{name}_after": value for name, value in examine(params).items()},
+            **{f"{name}_before": value for name, value in evaluate(model.params).items()},
+            **{f"{name}_after": value for name, value in evaluate(params).items()},
             **self.counts,
             "steps": self.parts.steps,
             "best_step": best,
@@ -257,11 +255,11 @@ class FinetuneWork(Work):
         session.write_result(result)
         self.progress.end()
         folder = session.folder
-        steps = [
+        next_steps = [
             (command("chat", model=folder / "model"), "talks to it"),
             (command("agentflow", model=folder / "model", tasks="TASKS"), "trains it inside the agent system"),
         ]
-        print(ending(f"written to {folder}: {contents(folder)}", steps))
+        print(closing_message(f"written to {folder}: {list_contents(folder)}", next_steps))
         return result
 
 
@@ -272,17 +270,24 @@ def train(
     every: int = 50,
     resume: bool = True,
     loggers: Sequence[str] = (),
-    budget: TimeBudget = ENDLESS,
+    budget: TimeBudget = UNLIMITED,
 ) -> dict[str, Any]:
-    """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many steps."""
-    work = FinetuneWork(open(config))
-    return run_session(work, Path(folder), every=every, resume=resume, loggers=loggers, budget=budget)
+    """Train in a folder, or resume the run there -> the result.
+
+    Args:
+        every: gradient steps between validations and checkpoints.
+        resume: False deletes an earlier run in the folder.
+        loggers: names of loggers for metrics (tensorboard, wandb, trackio).
+        budget: time after which the run stops, saved.
+    """
+    trainable = FinetuneTrainable(build(config))
+    return run_session(trainable, Path(folder), every=every, resume=resume, loggers=loggers, budget=budget)
 
 
 def batches(count: int, size: int, seed: int, first: int, steps: int) -> Iterator[Sequence[int]]:
-    """The examples of each step from the `first` on: a new order in every epoch, end to end, without a state."""
+    """Indices of the examples of steps `first` to `steps`: a new permutation in each epoch, end to end, stateless."""
     for step in range(first, steps):
-        places = np.arange(step * size, (step + 1) * size)
-        epochs = sorted({int(place) // count for place in places})
+        positions = np.arange(step * size, (step + 1) * size)
+        epochs = sorted({int(position) // count for position in positions})
         orders = {epoch: np.random.default_rng([seed, epoch]).permutation(count) for epoch in epochs}
-        yield [int(orders[place // count][place % count]) for place in places.tolist()]
+        yield [int(orders[position // count][position % count]) for position in positions.tolist()]

@@ -11,31 +11,51 @@ from flowgrpo.files import is_file
 from flowgrpo.recipes.names import ATTENTION, DTYPES
 from flowgrpo.run.config import RunConfig, setting
 
-RATES = {"sft": 1e-5, "dpo": 1e-6}  # learning rates by method, where none is given
+RATES = {"sft": 1e-5, "dpo": 1e-6}  # default learning rates, by method
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunConfig):
     """Settings of learning from a file of conversations."""
 
-    method: str = setting("sft", "Imitate demonstrations, or learn preferences.", "What is run", choices=RATES)
-    data: str = setting("", "The examples, a .jsonl file.", "What is run")
-    data_sha256: str = setting("", "Of the examples; of the file, where it is empty.")
-    model: str = setting("", "Model folder, GGUF file, smollm2, gemma3, or hub id.", "What is run")
-    epochs: float = setting(1.0, "How often every example is seen.", "Sizes", at_least=0.0)
-    batch: int = setting(16, "Examples of a step.", "Sizes", at_least=1)
-    max_tokens: int = setting(1024, "Tokens of a conversation at most.", "Sizes", at_least=2)
-    held_out: float = setting(0.1, "The share of examples that are held out.", "Sizes", at_least=0.0, at_most=0.9)
-    learning_rate: float | None = setting(None, "At its highest.", "Learning", at_least=0.0)
-    beta: float = setting(0.1, "How strongly DPO holds on to the model that it begins with.", "Learning", at_least=0.0)
-    micro_rows: int = setting(8, "Rows that go through the model together.", "Devices and memory", at_least=1)
-    dtype: str = setting("float32", "What the weights are held in.", "Devices and memory", choices=DTYPES)
-    attention: str = setting("auto", "What computes attention; by platform.", "Devices and memory", choices=ATTENTION)
+    method: str = setting(
+        "sft", "Method: sft (imitate demonstrations) or dpo (learn preferences).", "Run", choices=RATES
+    )
+    data: str = setting("", "File of examples (.jsonl).", "Run")
+    data_sha256: str = setting("", "SHA-256 of the file of examples; computed if it is empty.")
+    model: str = setting("", "Model folder, GGUF file, smollm2, gemma3, or hub id.", "Run")
+    epochs: float = setting(1.0, "Number of passes over the examples.", "Sizes", at_least=0.0)
+    batch: int = setting(16, "Number of examples per gradient step (batch size).", "Sizes", at_least=1)
+    max_tokens: int = setting(
+        1024, "Maximum number of tokens of a conversation; longer ones are left out.", "Sizes", at_least=2
+    )
+    held_out: float = setting(
+        0.1, "Fraction of the examples that is held out for validation.", "Sizes", at_least=0.0, at_most=0.9
+    )
+    learning_rate: float | None = setting(
+        None, "Peak learning rate; the method's by default.", "Learning", at_least=0.0
+    )
+    beta: float = setting(0.1, "KL strength (beta) of DPO.", "Learning", at_least=0.0)
+    micro_rows: int = setting(
+        8, "Number of rows per forward and backward pass (micro-batch).", "Devices and memory", at_least=1
+    )
+    dtype: str = setting(
+        "float32",
+        "Type of weights and activations in the forward pass; the master weights are float32.",
+        "Devices and memory",
+        choices=DTYPES,
+    )
+    attention: str = setting(
+        "auto",
+        "Attention kernel: plain (XLA), splash (TPU), flash (GPU), or auto, which follows the platform.",
+        "Devices and memory",
+        choices=ATTENTION,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not is_file(Path(self.data)):
-            raise BadInput(f"{self.data or '--data'} is no file: give the path of the examples as --data")
+            raise BadInput(f"{self.data or '--data'} is no file: give the file of examples as --data")
         if not self.model:
             raise BadInput("--model must be given: a model folder, or a hub id")
         sha = sha256(Path(self.data).read_bytes()).hexdigest()
@@ -45,6 +65,6 @@ class Config(RunConfig):
 
     @classmethod
     def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that fit the method."""
+        """Defaults that fit the method."""
         plain = super().defaults(chosen)
         return plain | {"learning_rate": RATES.get(chosen.get("method", plain["method"]))}

@@ -1,7 +1,7 @@
-"""Parts of a run on a host environment, for training and examinations: `HostedConfig`, `HostedSetup`, `play_tasks`.
+"""The parts of a run on a host environment, `HostedSetup`, and its rollouts and evaluations.
 
-`play_tasks` rolls out tasks over the setup's engine, `examine` does so with given parameters, and
-`compare_before_after` makes the table of two of them by domain. `record` writes trajectories, a line of JSON each.
+`roll_out_tasks` rolls out tasks over the setup's engine, `roll_out_split` does so with given parameters on a split, and
+`compare_before_after` makes the table of two evaluations by domain. `write_trajectories` writes one JSON object a line.
 """
 
 import json
@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,31 +18,30 @@ import optax
 
 import flowgrpo as fg
 from flowgrpo import loop
-from flowgrpo.contracts import Do, HostEnv, Request, Reward, Scored
+from flowgrpo.contracts import HostEnv, Request, Reward, RewardResult, ToolRunner
 from flowgrpo.data.tasks import Tasks, batch_at, split_tasks
-from flowgrpo.data.tokenizer import Text
+from flowgrpo.data.tokenizer import ChatTokenizer
 from flowgrpo.evaluation.metrics import Evaluation, compute_metrics
-from flowgrpo.files import make_folder, write_whole
-from flowgrpo.generate.engine import Engine
+from flowgrpo.files import make_folder, write_atomic
+from flowgrpo.generate.engine import Engine, EngineSettings
 from flowgrpo.generate.remote_engine import RemoteEngine
-from flowgrpo.generate.sampler import MAX_KEPT
+from flowgrpo.generate.sampler import MAX_TOP_K
 from flowgrpo.models.hf import Model
-from flowgrpo.parallel.offload import DISK, Residency, places
+from flowgrpo.parallel.offload import DISK, HostOffloader, placement_table
 from flowgrpo.recipes.hosted_config import HostedConfig
 from flowgrpo.recipes.planner import OFFLOAD, Planner
-from flowgrpo.recipes.task_choice import Draw, Hard
+from flowgrpo.recipes.task_choice import Draw, HardTaskSampler
 from flowgrpo.report.progress import Progress
-from flowgrpo.rollout.effects import NOTHING, Journal
-from flowgrpo.rollout.hosted import Hosted, hosted
-from flowgrpo.rollout.hosted_run import Width
+from flowgrpo.rollout.effects import NO_DEADLINES, EffectLog
+from flowgrpo.rollout.hosted import ConcurrencyLimit, HostedRollout
 from flowgrpo.rollout.judging import is_solved
-from flowgrpo.rollout.records import Played, aborted, rollout_of, to_json
+from flowgrpo.rollout.records import RecordedTrajectory, RolloutResult, abort, to_json, to_trajectories
 from flowgrpo.rollout.trajectory_thread import Submit
-from flowgrpo.run.session import Tested, before_after_table
+from flowgrpo.run.session import TestReport, before_after_table
 from flowgrpo.run.warm_start import WarmStart
-from flowgrpo.types import BadInput, Task, Trajectories
+from flowgrpo.types import BadInput, Metrics, Params, Task, Trajectories
 
-ADVANTAGES = ".advantages.jsonl"  # beside the trajectories of an update
+ADVANTAGES = ".advantages.jsonl"  # suffix of the file next to an update's trajectories
 
 
 class HostedSetup(NamedTuple):
@@ -51,59 +50,55 @@ class HostedSetup(NamedTuple):
     name: str
     config: HostedConfig
     folder: Path
-    model: Model  # that the planner starts as
+    model: Model  # the planner's start
     planner: Planner
     env: HostEnv
-    exam_env: HostEnv  # the same with the turns that are allowed when it is examined
+    eval_env: HostEnv  # the same environment with the turn limit of evaluations
     engine: Engine | RemoteEngine
-    residency: Residency  # which may hold a judge
-    do: Do
-    reward: Reward | None  # None: the environment pays
+    offloader: HostOffloader  # may also hold a judge
+    call_tool: ToolRunner
+    reward: Reward | None  # None: the environment returns rewards
     tasks: Draw
     algorithm: fg.Algorithm
     optimizer: optax.GradientTransformation
     sizes: loop.Settings
-    warm_start: Callable[["HostedSetup"], WarmStart]  # of the setup as it runs, with its journal and progress
-    story: Callable[[HostEnv, Played], str]  # a trajectory as text, with what it was played in
-    solved: Callable[[Scored], bool] = is_solved  # by what a reward said, which `correct` records
-    journal: Journal | None = None  # of what the world answers
-    prompts: Hard | None = None  # what chooses the tasks of training, where `tasks` does not
-    share: Callable[[int], dict[str, float]] = lambda _update: {}  # figures of the tasks that may come up in an update
-    seen: Callable[[Sequence[Played]], dict[str, float]] = lambda _played: {}  # more figures of an update's rollout
-    check_first: Callable[[Sequence[Played]], None] = lambda _played: None  # raises where a first rollout is hopeless
-    spoken: Engine | None = None  # of the roles that frozen weights speak
-    progress: Progress | None = None  # that shows how far rollouts are
-    submit: Submit | None = None  # that of the engine, or what stands before it
-    width: int | None = None  # trajectories at a time; None: as many as keep their caches
+    warm_start: Callable[["HostedSetup"], WarmStart]  # called with the running setup, which has a journal and progress
+    format_trajectory: Callable[[HostEnv, RecordedTrajectory], str]
+    is_solved: Callable[[RewardResult], bool] = is_solved  # recorded as `correct`
+    journal: EffectLog | None = None  # answers of tools, other roles and rewards
+    task_sampler: HardTaskSampler | None = None  # chooses the training tasks instead of `tasks`
+    task_metrics: Callable[[int], Metrics] = lambda _update: {}  # about the tasks that may come up in an update
+    rollout_metrics: Callable[[Sequence[RecordedTrajectory]], Metrics] = lambda _trajectories: {}  # more, per update
+    check_first_rollout: Callable[[Sequence[RecordedTrajectory]], None] = lambda _trajectories: (
+        None
+    )  # raises if hopeless
+    role_engine: Engine | None = None  # of the roles that frozen weights speak
+    progress: Progress | None = None
+    submit: Submit | None = None  # None: the engine's
+    concurrency: int | None = None  # trajectories that run at a time; None: the number of slots
 
 
-def narrowest_rows() -> int | None:
-    """Say in how few rows engines decode: in 8 on a CPU, where a step takes as long as its rows; else in all."""
+def default_min_decode_batch() -> int | None:
+    """Smallest decode batch of an engine: 8 on a CPU, where a step's time grows with its rows; elsewhere all slots."""
     return 8 if jax.default_backend() == "cpu" else None
 
 
-def make_engine(model: Model, config: HostedConfig, *, kept: int = 0) -> Engine:
-    """An engine whose slots hold a whole context."""
-    return Engine(
-        model.policy,
-        model.params,
+def make_engine(model: Model, config: HostedConfig, *, max_recorded_top_k: int = 0) -> Engine:
+    """An engine whose slots each hold a whole context."""
+    settings = EngineSettings(
         slots=config.slots,
         slot_length=config.context_tokens,
-        chunk=config.chunk,
-        steps=config.steps,
+        chunk=config.prefill_chunk,
+        steps=config.decode_steps,
         banned=model.banned,
-        kept=kept,
-        narrowest=narrowest_rows(),
-        text_of=model.text.decode,
+        max_recorded_top_k=max_recorded_top_k,
+        min_decode_batch=default_min_decode_batch(),
     )
-
-
-def do_nothing() -> None:
-    """Begin without removing anything."""
+    return Engine(model.policy, model.params, settings, detokenize=model.tokenizer.decode)
 
 
 def sizes_of(config: HostedConfig, planner: Planner) -> loop.Settings:
-    """The sizes of an iteration."""
+    """Sizes of an iteration."""
     return loop.Settings(
         queries=config.queries,
         samples=config.samples,
@@ -115,60 +110,58 @@ def sizes_of(config: HostedConfig, planner: Planner) -> loop.Settings:
 
 
 def compile_engines(setup: HostedSetup) -> HostedSetup:
-    """Have the engines compile all their programs, which then takes time from no deadline, and show how far it is.
-
-    Returns the setup with the progress in which its rollouts go on.
-    """
+    """Compile all programs of the engines before any deadline runs -> the setup with a progress display."""
     progress = Progress(setup.config.updates)
-    engines = [engine for engine in (setup.engine, setup.spoken) if engine is not None]
+    engines = [engine for engine in (setup.engine, setup.role_engine) if engine is not None]
     for done, engine in enumerate(engines):
         progress.step("compile", done, len(engines))
-        support = engine.kept or MAX_KEPT  # an engine that cuts it refuses requests of full support
-        engine.generate([Request([setup.model.text.pad_id], jax.random.key(0), max_tokens=1, top_k=support)])
+        support = engine.max_recorded_top_k or MAX_TOP_K  # an engine with a limit refuses requests of full support
+        engine.generate([Request([setup.model.tokenizer.pad_id], jax.random.key(0), max_tokens=1, top_k=support)])
     progress.step("compile", len(engines), len(engines))
     return setup._replace(progress=progress)
 
 
-def draw_from(read: Tasks, seed: int) -> Draw:
-    """`tasks(split, first, count)` of a task file, which must have some for every split."""
-    parts = split_tasks(read)
-    for name, part in parts.items():
-        if not len(part):
-            raise BadInput(f"{read.source} has no task for {name}: give more than {len(read)}")
-    return lambda split, first, count: batch_at(parts[split], seed, first, count)[0]
+def draw_from(tasks: Tasks, seed: int) -> Draw:
+    """`draw(split, first, count)` of a task file, which must have tasks for every split."""
+    splits = split_tasks(tasks)
+    for name, split in splits.items():
+        if not len(split):
+            raise BadInput(f"{tasks.source} has no task for {name}: give more than {len(tasks)}")
+    return lambda split, first, count: batch_at(splits[split], seed, first, count)[0]
 
 
-def make_residency(config: HostedConfig, folder: Path) -> Residency:
-    """Make the residency that places models which a stage doesn't use; on the disk, they go into the run's folder."""
-    elsewhere = OFFLOAD[config.offload]
-    return Residency(places(elsewhere), folder=make_folder(folder / "offload") if elsewhere == DISK else None)
+def make_offloader(config: HostedConfig, folder: Path) -> HostOffloader:
+    """The offloader of models that a stage does not use; on disk they are in the run's folder."""
+    place = OFFLOAD[config.offload]
+    return HostOffloader(placement_table(place), folder=make_folder(folder / "offload") if place == DISK else None)
 
 
-def plain_story(text: Text, _env: HostEnv, played: Played) -> str:
-    """A trajectory as text to read: what the model was told and what it said, context by context."""
-    lines = [played.task.query]
-    for number, turn in enumerate(played.turns):
-        said = text.decode(turn.tokens[~turn.chosen])
-        head = "context, begun anew" if turn.begins else "context" if not number else "told"
-        lines += [f"[{number}] {head}", said.rstrip(), f"[{number}] said", text.decode(turn.tokens[turn.chosen])]
-    end = f": {played.reason}" if played.reason else ""
-    return "\n".join([*lines, f"answer    {played.output}", f"ended     {played.status.name}{end}"])
+def format_conversation(tokenizer: ChatTokenizer, _env: HostEnv, trajectory: RecordedTrajectory) -> str:
+    """A trajectory as text: observations and actions, context by context."""
+    lines = [trajectory.task.query]
+    for number, turn in enumerate(trajectory.turns):
+        observation = tokenizer.decode(turn.tokens[~turn.chosen])
+        action = tokenizer.decode(turn.tokens[turn.chosen])
+        kind = "new context" if turn.starts_context else "context" if not number else "observation"
+        lines += [f"[{number}] {kind}", observation.rstrip(), f"[{number}] action", action]
+    reason = f": {trajectory.reason}" if trajectory.reason else ""
+    return "\n".join([*lines, f"answer    {trajectory.output}", f"ended     {trajectory.status.name}{reason}"])
 
 
 # Rollouts --------------------------------------------------------------------------------------------
 
 
-def kept(setup: HostedSetup, name: str, update: int | None = None) -> AbstractContextManager[None]:
-    """A rollout whose answers are kept, where there is a journal."""
-    return nullcontext() if setup.journal is None else setup.journal.at(name, update)
+def record_effects(setup: HostedSetup, name: str, update: int | None = None) -> AbstractContextManager[None]:
+    """Record what tools and rewards answer during a rollout, or replay it after a kill; nothing without a journal."""
+    return nullcontext() if setup.journal is None else setup.journal.recording(name, update)
 
 
-def dense(setup: HostedSetup, played: Hosted) -> Trajectories:
-    """The trajectories as arrays, in order."""
-    return rollout_of(in_order(played).played, setup.env.tools, turns=setup.env.turns)
+def to_arrays(setup: HostedSetup, result: RolloutResult) -> Trajectories:
+    """The trajectories of a rollout as arrays, in the order of groups and samples."""
+    return to_trajectories(finalize_rollout(result).trajectories, setup.env.tools, turns=setup.env.max_turns)
 
 
-def play_tasks(
+def roll_out_tasks(
     setup: HostedSetup,
     env: HostEnv,
     tasks: Sequence[Task],
@@ -176,96 +169,120 @@ def play_tasks(
     *,
     samples: int,
     stage: str = "rollout",
-    **callbacks,
-) -> Hosted:
-    """So many trajectories of each task, all at once, in the order of tasks and samples; callbacks as in `hosted`."""
-    rollout = make_hosted_rollout(setup, env, do=setup.do, reward=setup.reward, journal=setup.journal)
-    every = [task for task in tasks for _ in range(samples)]
-    groups = np.repeat(np.arange(len(tasks)), samples)
+    on_all_sampled: Callable[[RolloutResult], None] | None = None,
+    on_start: Callable[[Callable[[], list[str]]], None] | None = None,
+) -> RolloutResult:
+    """Roll out `samples` trajectories of each task, all at once, in the order of tasks and samples.
+
+    Args:
+        key: split into one key for each trajectory.
+        stage: name of the rollout in the progress display.
+        on_all_sampled: called once, when all turns are sampled; rewards may be missing.
+        on_start: called with a function that lists what the rollout waits for.
+    """
+    rollout = make_hosted_rollout(setup, env, call_tool=setup.call_tool, reward=setup.reward, journal=setup.journal)
+    repeated = [task for task in tasks for _ in range(samples)]
+    groups = [group for group in range(len(tasks)) for _ in range(samples)]
+    on_trajectory: Callable[[RecordedTrajectory], None] | None = None
     if setup.progress is not None:
-        show, done = partial(setup.progress.step, stage, total=len(every)), count()
+        show, done = partial(setup.progress.step, stage, total=len(repeated)), count()
         show(next(done))
-        callbacks["on_done"] = lambda _: show(next(done))
-    return in_order(rollout(every, jax.random.split(key, len(every)), groups, **callbacks))
+        on_trajectory = lambda _: show(next(done))  # noqa: E731
+    result = rollout(
+        repeated,
+        jax.random.split(key, len(repeated)),
+        groups,
+        on_start=on_start,
+        on_trajectory=on_trajectory,
+        on_all_sampled=on_all_sampled,
+    )
+    return finalize_rollout(result)
 
 
-def width_of(setup: HostedSetup) -> int:
-    """Trajectories at a time: no more than slots, so that a conversation that waits for a tool keeps its cache."""
-    return setup.width or setup.config.slots
+def concurrency_of(setup: HostedSetup) -> int:
+    """Trajectories that run at a time: at most the slots, so that one that waits for a tool keeps its cache."""
+    return setup.concurrency or setup.config.slots
 
 
 def make_hosted_rollout(
     setup: HostedSetup,
     env: HostEnv,
     *,
-    do: Do,
+    call_tool: ToolRunner,
     reward: Reward | None,
-    width: Width | None = None,
-    journal: Journal | None = None,
-) -> Callable[..., Hosted]:
-    """`hosted` over the setup's engine; rollouts that run at once share a `width`, the journal has their deadlines."""
+    concurrency: ConcurrencyLimit | None = None,
+    journal: EffectLog | None = None,
+) -> HostedRollout:
+    """A rollout over the setup's engine; rollouts that run at the same time share a `concurrency` limit."""
     config = setup.config
-    return hosted(
+    return HostedRollout(
         env,
         setup.submit or setup.engine.submit,
-        do=do,
+        call_tool=call_tool,
         reward=reward,
-        solved=setup.solved,
+        is_solved=setup.is_solved,
         temperature=config.temperature,
-        width=width or width_of(setup),
+        concurrency=concurrency or concurrency_of(setup),
         deadline=config.group_seconds,
         turn_deadline=config.turn_seconds,
-        fired=NOTHING if journal is None else journal.deadlines(),
+        expired_deadlines=NO_DEADLINES if journal is None else journal.expired_deadlines(),
     )
 
 
-def in_order(played: Hosted) -> Hosted:
-    """All trajectories by task and sample; what was given back unfinished takes part in nothing."""
-    late = [aborted(one, "its group's deadline passed while it waited for the engine") for one in played.unfinished]
-    every = sorted([*played.played, *late], key=lambda one: (one.group, one.sample))
-    return played._replace(played=tuple(every), unfinished=())
+def finalize_rollout(result: RolloutResult) -> RolloutResult:
+    """All trajectories in the order of groups and samples; unfinished ones are aborted, and so have no outcome."""
+    late = [
+        abort(trajectory, "its group's deadline passed while it waited for the engine")
+        for trajectory in result.unfinished
+    ]
+    ordered = sorted([*result.trajectories, *late], key=lambda trajectory: (trajectory.group, trajectory.sample))
+    return result._replace(trajectories=tuple(ordered), unfinished=())
 
 
-def record(path: Path, played: Sequence[Played]) -> None:
-    """Write trajectories, a line each."""
-    if played:
+def write_trajectories(path: Path, trajectories: Sequence[RecordedTrajectory]) -> None:
+    """Write trajectories, one JSON object a line."""
+    if trajectories:
         make_folder(path.parent)
-        write_whole(path, "".join(to_json(one) + "\n" for one in played))
+        write_atomic(path, "".join(to_json(trajectory) + "\n" for trajectory in trajectories))
 
 
-def record_advantages(path: Path, played: Sequence[Played], advantages: np.ndarray) -> None:
-    """Write what each of these trajectories got, a line each: by turn, or by token of a turn, as the algorithm has it.
+def write_advantages(path: Path, trajectories: Sequence[RecordedTrajectory], advantages: np.ndarray) -> None:
+    """Write the advantages of trajectories, one JSON object a line: by turn, or by token of a turn.
 
-    `advantages` has a row for each of them; whoever takes no part in the update (F5) has null.
+    `advantages` has one row for each trajectory; one that takes no part in the update (F5) is written as null.
     """
-    if not played:
+    if not trajectories:
         return
     make_folder(path.parent)
     lines = []
-    for one, own in zip(played, np.asarray(advantages, np.float64), strict=True):
-        turns = one.turns if one.outcome is not None else ()  # the first rows of `own`
-        given = [
-            row.tolist() if own.ndim == 1 else row[: len(turn.tokens)].tolist()
-            for row, turn in zip(own, turns, strict=False)
+    for trajectory, rows in zip(trajectories, np.asarray(advantages, np.float64), strict=True):
+        turns = trajectory.turns if trajectory.outcome is not None else ()  # the first entries of `rows`
+        by_turn = [
+            row.tolist() if rows.ndim == 1 else row[: len(turn.tokens)].tolist()
+            for row, turn in zip(rows, turns, strict=False)
         ]
-        lines.append(json.dumps({"group": one.group, "sample": one.sample, "advantage": given or None}) + "\n")
-    write_whole(path, "".join(lines))
+        line = {"group": trajectory.group, "sample": trajectory.sample, "advantage": by_turn or None}
+        lines.append(json.dumps(line) + "\n")
+    write_atomic(path, "".join(lines))
 
 
-def domains_of(played: Sequence[Played]) -> dict[str, list[Played]]:
-    """Trajectories by the domain of their task, in the order of the names."""
-    names = sorted({one.task.domain for one in played})
-    return {name: [one for one in played if one.task.domain == name] for name in names}
+def group_by_domain(trajectories: Sequence[RecordedTrajectory]) -> dict[str, list[RecordedTrajectory]]:
+    """Trajectories by the domain of their task, sorted by name."""
+    names = sorted({trajectory.task.domain for trajectory in trajectories})
+    return {name: [trajectory for trajectory in trajectories if trajectory.task.domain == name] for name in names}
 
 
-def valid(played: Sequence[Played]) -> list[Played]:
-    """Those that have an outcome."""
-    return [one for one in played if one.outcome is not None]
+def with_outcome(trajectories: Sequence[RecordedTrajectory]) -> list[RecordedTrajectory]:
+    """The trajectories that have an outcome; others take no part in updates and statistics (F5)."""
+    return [trajectory for trajectory in trajectories if trajectory.outcome is not None]
 
 
-def examine(
+# Evaluation -------------------------------------------------------------------------------------------
+
+
+def roll_out_split(
     setup: HostedSetup,
-    params,
+    params: Params,
     key: jax.Array,
     split: str,
     *,
@@ -273,89 +290,100 @@ def examine(
     samples: int = 1,
     first: int = 0,
     version: int = 0,
-) -> Hosted:
-    """Play so many tasks of a split with parameters of a version, from the `first` on, `samples` times each."""
-    setup.engine.swap(setup.planner.serve(params), version)
-    return play_tasks(setup, setup.exam_env, setup.tasks(split, first, tasks), key, samples=samples, stage=split)
+) -> RolloutResult:
+    """Roll out `tasks` tasks of a split, from number `first` on, `samples` times each, with these parameters.
+
+    `version` is the version that their tokens record.
+    """
+    setup.engine.update_weights(setup.planner.to_engine(params), version)
+    return roll_out_tasks(setup, setup.eval_env, setup.tasks(split, first, tasks), key, samples=samples, stage=split)
 
 
-def played_metrics(
-    played: Sequence[Played], tools: Sequence[str], *, samples: int = 1, ks: Sequence[int] = (1,)
+def evaluate_trajectories(
+    trajectories: Sequence[RecordedTrajectory], tools: Sequence[str], *, samples: int = 1, ks: Sequence[int] = (1,)
 ) -> Evaluation:
-    """The figures of so many trajectories a task; raises where none of them could be judged."""
-    if not valid(played):
-        why = played[0].reason or (played[0].scored and played[0].scored.reason) or "no reason was given"
-        raise BadInput(f"none of {len(played)} trajectories came to an outcome; the first one: {why}")
-    turns = max(len(one.tools) for one in played)
+    """Metrics of `samples` trajectories a task; raises `BadInput` if none of them has an outcome."""
+    if not with_outcome(trajectories):
+        first = trajectories[0]
+        reason = first.reason or (first.reward_result and first.reward_result.reason) or "no reason was given"
+        raise BadInput(f"none of {len(trajectories)} trajectories came to an outcome; the first one: {reason}")
+    max_turns = max(len(trajectory.tools) for trajectory in trajectories)
     number = {name: index for index, name in enumerate(tools)}
-    calls = [[number.get(tool, -1) for tool in one.tools] + [-1] * (turns - len(one.tools)) for one in played]
+    calls = [
+        [number.get(tool, -1) for tool in trajectory.tools] + [-1] * (max_turns - len(trajectory.tools))
+        for trajectory in trajectories
+    ]
     columns = (
-        [one.correct for one in played],
-        [len(one.errors) for one in played],
-        [sum(one.errors) for one in played],
+        [trajectory.correct for trajectory in trajectories],
+        [len(trajectory.errors) for trajectory in trajectories],
+        [sum(trajectory.errors) for trajectory in trajectories],
         calls,
-        [one.outcome is not None for one in played],
+        [trajectory.outcome is not None for trajectory in trajectories],
     )
-    correct, turned, errors, tool, judged = (np.array(x).reshape(-1, samples, *np.shape(x)[1:]) for x in columns)
-    return compute_metrics(correct, turned, errors, tool, valid_gn=judged, tools=tools, ks=ks)
+    correct, turns, errors, tool, valid = (np.array(x).reshape(-1, samples, *np.shape(x)[1:]) for x in columns)
+    return compute_metrics(correct, turns, errors, tool, valid_gn=valid, tools=tools, ks=ks)
 
 
-def validate(setup: HostedSetup, key: jax.Array, params) -> Evaluation:
-    with kept(setup, "validation"):
-        played = examine(setup, params, key, "validation", tasks=setup.config.validation_tasks).played
-        return played_metrics(played, setup.env.tools)
+def validate(setup: HostedSetup, key: jax.Array, params: Params) -> Evaluation:
+    """Evaluate parameters on the validation tasks."""
+    with record_effects(setup, "validation"):
+        result = roll_out_split(setup, params, key, "validation", tasks=setup.config.validation_tasks)
+        return evaluate_trajectories(result.trajectories, setup.env.tools)
 
 
-def test(setup: HostedSetup, key: jax.Array, params: Sequence[Any], versions: Sequence[int]) -> Tested:
-    tasks = setup.config.test_tasks
-    played = []
-    for when, one, version in zip(("before", "after"), params, versions, strict=True):
-        with kept(setup, f"test-{when}"):
-            played.append(examine(setup, one, key, "test", tasks=tasks, version=version).played)
-            played_metrics(played[-1], setup.env.tools)  # which raises where nothing could be judged
-        record(setup.folder / "trajectories" / f"test-{when}.jsonl", played[-1])
-    return compare_before_after(setup, played)
+def test(setup: HostedSetup, key: jax.Array, params: Sequence[Params], versions: Sequence[int]) -> TestReport:
+    """Compare two sets of parameters, before and after training, on the test tasks; their trajectories are written."""
+    rollouts = []
+    for when, weights, version in zip(("before", "after"), params, versions, strict=True):
+        with record_effects(setup, f"test-{when}"):
+            result = roll_out_split(setup, weights, key, "test", tasks=setup.config.test_tasks, version=version)
+            evaluate_trajectories(result.trajectories, setup.env.tools)  # raises if none has an outcome
+        write_trajectories(setup.folder / "trajectories" / f"test-{when}.jsonl", result.trajectories)
+        rollouts.append(result.trajectories)
+    return compare_before_after(setup, rollouts)
 
 
 def compare_before_after(
-    setup: HostedSetup, played: Sequence[Sequence[Played]], *, samples: int = 1, ks: Sequence[int] = (1,)
-) -> Tested:
-    """The table before / after, by domain, and one task that was failed before and solved after."""
+    setup: HostedSetup, rollouts: Sequence[Sequence[RecordedTrajectory]], *, samples: int = 1, ks: Sequence[int] = (1,)
+) -> TestReport:
+    """The table before / after training, by domain, and one task that failed before and is solved after."""
     tools = setup.env.tools
-    before, after = figures = [played_metrics(own, tools, samples=samples, ks=ks) for own in played]
-    parts = [domains_of(own) for own in played]
-    judged = [name for name in parts[0] if all(valid(part[name]) for part in parts)]
-    by = {name: [played_metrics(part[name], tools, samples=samples) for part in parts] for name in judged}
-    more = {
-        f"{field}_{when}": {name: getattr(both[i], source) for name, both in by.items()}
+    before, after = evaluations = [
+        evaluate_trajectories(rollout, tools, samples=samples, ks=ks) for rollout in rollouts
+    ]
+    domains = [group_by_domain(rollout) for rollout in rollouts]
+    judged = [name for name in domains[0] if all(with_outcome(domain[name]) for domain in domains)]
+    by_domain = {
+        name: [evaluate_trajectories(part[name], tools, samples=samples) for part in domains] for name in judged
+    }
+    results = {
+        f"{field}_{when}": {name: getattr(pair[i], source) for name, pair in by_domain.items()}
         for i, when in enumerate(("before", "after"))
         for field, source in (("success_by_domain", "success"), ("tool_error_by_domain", "tool_errors"))
     }
-    missing = [f"{name}: nothing could be judged" for name in parts[0] if name not in judged]
-    words = [before_after_table(before, after), "", domain_table(by), *missing, "", *_stories(setup, played)]
-    return Tested(figures, "\n".join(words), more)
+    unjudged = [f"{name}: nothing could be judged" for name in domains[0] if name not in judged]
+    correct = [np.array([trajectory.correct for trajectory in rollout]) for rollout in rollouts]
+    learned = int(np.argmax(~correct[0] & correct[1]))
+    examples = [
+        f"{when}:\n{setup.format_trajectory(setup.eval_env, rollout[learned])}"
+        for when, rollout in zip(("before", "after"), rollouts, strict=True)
+    ]
+    text = [before_after_table(before, after), "", domain_table(by_domain), *unjudged, "", *examples]
+    return TestReport(evaluations, "\n".join(text), results)
 
 
-def domain_table(by: Mapping[str, Sequence[Evaluation]]) -> str:
+def domain_table(by_domain: Mapping[str, Sequence[Evaluation]]) -> str:
     """Success, tool errors, turns and tools of each domain, before -> after."""
     lines = [f"{'domain':16}{'success':>18}{'tool errors':>18}{'turns':>16}   calls"]
-    for name, (one, two) in by.items():
-        mix = ", ".join(
-            f"{tool} {one.tools[tool]:.0%} -> {share:.0%}"
-            for tool, share in (two.tools or {}).items()
-            if one.tools and max(share, one.tools[tool]) > 0
+    for name, (before, after) in by_domain.items():
+        calls = ", ".join(
+            f"{tool} {before.tools[tool]:.0%} -> {fraction:.0%}"
+            for tool, fraction in (after.tools or {}).items()
+            if before.tools and max(fraction, before.tools[tool]) > 0
         )
         success, errors = (
-            f"{a:.1%} -> {b:.1%}" for a, b in ((one.success, two.success), (one.tool_errors, two.tool_errors))
+            f"{a:.1%} -> {b:.1%}" for a, b in ((before.success, after.success), (before.tool_errors, after.tool_errors))
         )
-        lines.append(f"{name:16}{success:>18}{errors:>18}{f'{one.turns:.2f} -> {two.turns:.2f}':>16}   {mix}")
+        turns = f"{before.turns:.2f} -> {after.turns:.2f}"
+        lines.append(f"{name:16}{success:>18}{errors:>18}{turns:>16}   {calls}")
     return "\n".join(lines)
-
-
-def _stories(setup: HostedSetup, played: Sequence[Sequence[Played]]) -> list[str]:
-    before, after = ([one.correct for one in own] for own in played)
-    index = int(np.argmax(~np.array(before) & np.array(after)))
-    return [
-        f"{when}:\n{setup.story(setup.exam_env, own[index])}"
-        for when, own in zip(("before", "after"), played, strict=True)
-    ]

@@ -1,11 +1,11 @@
-"""Train on a host environment: `HostedWork` has the stages of such a run for a `Session`.
+"""Training on a host environment: `train_hosted`, and `HostedTrainable`, the stages of such a run for a `Session`.
 
-An iteration is the one of `staged`, with a hosted rollout in the place of the compiled one: the engine takes the new
-weights, the trajectories of all groups run at once, and while the last of them are judged the reference scores. The
-setting `offload` says where models are that a stage does not use: "none" leaves everything on the device, "host" and
-"disk" move it there, and destroy the engine's cache after each rollout. An iteration that takes longer than
-`watch_seconds` says what it waits for. The tasks of an update follow from its number, and keys from
-`fold_in(seed, update)`, so a run goes on exactly as it would have (S1).
+An iteration is that of `staged` with a hosted rollout: the engine gets the new weights, the trajectories of all groups
+run at once, and the reference scores while the last of them are judged. The setting `offload` says where a stage keeps
+the models that it does not use: "none" leaves them on the device; "host" and "disk" move them, and drop the engine's
+cache after each rollout. An iteration that takes longer than `watch_seconds` reports what it waits for. The tasks of an
+update follow from its number, and keys from `fold_in(seed, update)`, so a resumed run equals one that never stopped
+(S1).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,50 +20,56 @@ import numpy as np
 
 from flowgrpo import loop
 from flowgrpo.evaluation.metrics import repetition
-from flowgrpo.models.trainable import WHOLE
+from flowgrpo.models.trainable import ALL_PARAMS
 from flowgrpo.recipes import hosted
 from flowgrpo.recipes.hosted import (
     ADVANTAGES,
     HostedConfig,
     HostedSetup,
     compile_engines,
-    dense,
-    do_nothing,
-    domains_of,
-    in_order,
-    kept,
-    play_tasks,
-    record,
-    record_advantages,
-    valid,
+    finalize_rollout,
+    group_by_domain,
+    record_effects,
+    roll_out_tasks,
+    to_arrays,
+    with_outcome,
+    write_advantages,
+    write_trajectories,
 )
 from flowgrpo.report.progress import Progress
-from flowgrpo.report.watchdog import StageWatchdog
-from flowgrpo.rewards.combine import CHECK
+from flowgrpo.rewards.combine import SECOND_CHECK
 from flowgrpo.rollout.compiled import shuffled_rewards
-from flowgrpo.rollout.effects import Journal
-from flowgrpo.rollout.hosted import Hosted
-from flowgrpo.rollout.records import Played
+from flowgrpo.rollout.effects import EffectLog
+from flowgrpo.rollout.records import RecordedTrajectory, RolloutResult
 from flowgrpo.run.checkpoints import Checkpoints
-from flowgrpo.run.run_dir import begin_anew, check_own
-from flowgrpo.run.session import Step, Tested, TestedWork, Validation, Work, run_session, train_line, validation_of
+from flowgrpo.run.run_dir import check_same_run, delete_run
+from flowgrpo.run.session import (
+    EvaluatedTrainable,
+    Step,
+    TestReport,
+    Trainable,
+    Validation,
+    run_session,
+    train_line,
+    validation_of,
+)
 from flowgrpo.run.time_budget import TimeBudget
 from flowgrpo.run.warm_start import WarmStart
-from flowgrpo.staged import JudgedRollout, RollOut, RolloutCallbacks, make_staged
-from flowgrpo.types import BadInput, Status, Task
+from flowgrpo.staged import JudgedRollout, Rollout, RolloutCallbacks, StagedSettings, make_staged_step
+from flowgrpo.types import BadInput, Metrics, Params, PyTree, Status, Task
 
 
-def begin_hosted(recipe: str, config: HostedConfig, folder: str | Path, *, resume: bool) -> Path:
-    """The folder of a run; one that is another run's is refused before a model to start with is written there."""
+def check_run_folder(recipe: str, config: HostedConfig, folder: str | Path, *, resume: bool) -> Path:
+    """The folder of a run; raises `BadInput` before anything is written if it belongs to another run."""
     path = Path(folder)
     if resume:
-        check_own(path, recipe, config.to_json(), may_differ=config.may_differ())
+        check_same_run(path, recipe, config.to_json(), may_change=config.may_change())
     return path
 
 
 def train_hosted(
-    open_setup: Callable[..., AbstractContextManager[HostedSetup]],
-    make_work: Callable[[HostedSetup, str], Work],
+    build: Callable[..., AbstractContextManager[HostedSetup]],
+    make_trainable: Callable[[HostedSetup, str], Trainable],
     recipe: str,
     config: HostedConfig,
     folder: str | Path,
@@ -73,29 +79,41 @@ def train_hosted(
     loggers: Sequence[str],
     budget: TimeBudget,
 ) -> dict[str, Any]:
-    """Train in a folder, or go on there; an earlier run is removed when all that the new one needs was found."""
-    path = begin_hosted(recipe, config, folder, resume=resume)
-    begin = do_nothing if resume else partial(begin_anew, path)
-    with open_setup(config, path, begin=begin) as setup:
-        work = make_work(compile_engines(setup), recipe)
-        return run_session(work, path, every=every, loggers=loggers, budget=budget)
+    """Train in a folder, or resume the run there -> the result.
+
+    Args:
+        build: `build(config, folder, on_ready=...)`, a context manager of the parts.
+        make_trainable: from the parts and the recipe's name.
+        every: updates between validations and checkpoints.
+        resume: False deletes an earlier run, as soon as everything that the new one needs was found.
+        loggers: names of loggers for metrics.
+        budget: time after which the run stops, saved.
+    """
+    path = check_run_folder(recipe, config, folder, resume=resume)
+    on_ready = None if resume else partial(delete_run, path)
+    with build(config, path, on_ready=on_ready) as setup:
+        trainable = make_trainable(compile_engines(setup), recipe)
+        return run_session(trainable, path, every=every, loggers=loggers, budget=budget)
 
 
-class HostedWork(TestedWork):
-    """Rollouts over one engine, judged while others still generate; examinations on tasks that training never meets.
+class HostedTrainable(EvaluatedTrainable):
+    """Rollouts over one engine, judged while others are sampled; evaluations on tasks that training never sees.
 
-    Answers of tools, other roles and rewards are kept until a checkpoint covers them, so that a run which is killed in
-    a rollout hears the same again.
+    Answers of tools, other roles and rewards are recorded until a checkpoint covers them, so that a run which is killed
+    in a rollout gets the same answers when it is resumed.
     """
 
     def __init__(self, setup: HostedSetup, recipe: str):
-        journal = Journal(setup.folder / "journal", _covered(setup.folder))
+        journal = EffectLog(setup.folder / "journal", _last_checkpoint(setup.folder))
         progress = setup.progress or Progress(setup.config.updates)
-        verdicts = None if setup.reward is None else journal.verdicts(setup.reward)
-        effects = {"do": journal.effects(setup.do), "reward": verdicts}
-        self.setup = setup._replace(**effects, journal=journal, progress=progress)
-        self.trained, self.memory = setup.planner.trained, setup.prompts
-        self.moves_models = setup.config.offload != "none"
+        self.setup = setup._replace(
+            call_tool=journal.wrap_tools(setup.call_tool),
+            reward=None if setup.reward is None else journal.wrap_reward(setup.reward),
+            journal=journal,
+            progress=progress,
+        )
+        self.subset, self.extra_state = setup.planner.trainable, setup.task_sampler
+        self.offloads_models = setup.config.offload != "none"
         super().__init__(
             recipe,
             setup.config,
@@ -107,159 +125,181 @@ class HostedWork(TestedWork):
             progress=progress,
         )
 
-    def place(self, tree: Any) -> Any:
-        return self.setup.planner.place(tree)
+    def place(self, tree: PyTree) -> PyTree:
+        return self.setup.planner.to_mesh(tree)
 
-    def initial(self) -> Any:
+    def init_params(self) -> Params:
         return jax.tree.map(jnp.copy, self.setup.planner.params)
 
-    def frozen(self) -> Any:
+    def frozen_params(self) -> Params:
         return self.setup.planner.params
 
     def warm_start(self) -> WarmStart:
         return self.setup.warm_start(self.setup)
 
     def make_step(self) -> Step:
-        # The base of an adapter is the start's, too, and the rest of such a run is small.
-        return make_hosted_step(self.setup, self.roll_out, donates=self.trained is WHOLE)
+        # An adapter's base is also the start's, so it is not donated; the rest of such a run is small.
+        return make_hosted_step(self.setup, self.roll_out, donates=self.subset is ALL_PARAMS)
 
-    def line(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        return train_line(figures, tools=self.setup.env.tools)
+    def metrics_line(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return train_line(metrics, tools=self.setup.env.tools)
 
-    def examine(self, params: Any) -> Validation:
-        return validation_of(hosted.validate(self.setup, exam_key(self.setup, "validation"), params))
+    def validate(self, params: Params) -> Validation:
+        return validation_of(hosted.validate(self.setup, eval_key(self.setup, "validation"), params))
 
-    def test(self, params: Sequence[Any], versions: Sequence[int]) -> Tested:
-        return hosted.test(self.setup, exam_key(self.setup, "test"), params, versions)
+    def test(self, params: Sequence[Params], versions: Sequence[int]) -> TestReport:
+        return hosted.test(self.setup, eval_key(self.setup, "test"), params, versions)
 
-    def roll_out(self, run: loop.Run, told: RolloutCallbacks) -> JudgedRollout:
-        """The trajectories of all groups at once, recorded; the engine's losses are a matter of clocks."""
-        setup, update, lost = self.setup, int(run.update), self.setup.engine.lost
-        recomputed, prefilled = self.setup.engine.recomputed.tokens, self.setup.engine.prefilled
-        setup.engine.swap(setup.planner.serve(run.learner.params), int(run.learner.version))
-        tasks = training_tasks(setup, update)
-
-        def on_played(so_far: Hosted) -> None:
-            told.played(dense(setup, so_far))
-
-        callbacks = {"on_played": on_played, "on_start": told.ask}
+    def roll_out(self, state: loop.TrainState, callbacks: RolloutCallbacks) -> JudgedRollout:
+        """Roll out all groups of an update at once. The engine's token counts depend on timing, so they are timings."""
+        setup, engine, update = self.setup, self.setup.engine, int(state.update)
+        lost, recomputed, prefilled = engine.lost, engine.recomputed.tokens, engine.prefilled
+        engine.update_weights(setup.planner.to_engine(state.learner.params), int(state.learner.version))
         if setup.journal is not None:
-            setup.journal.forget(_covered(setup.folder))
-        with kept(setup, "train", update + 1):
-            key = _keys(run.key, update)[0]
-            played = play_tasks(setup, setup.env, tasks, key, samples=setup.sizes.samples, **callbacks)
+            setup.journal.delete_before(_last_checkpoint(setup.folder))
+        with record_effects(setup, "train", update + 1):
+            result = roll_out_tasks(
+                setup,
+                setup.env,
+                training_tasks(setup, update),
+                _rollout_and_control_keys(state.key, update)[0],
+                samples=setup.sizes.samples,
+                on_all_sampled=lambda sampled: callbacks.on_all_sampled(to_arrays(setup, sampled)),
+                on_start=callbacks.on_start,
+            )
         if setup.progress is not None:
             setup.progress.step("learn", 0, 1)
-        now = setup.engine.lost.fates
-        more = {f"engine_{fate.name.lower()}": size - lost.fates.get(fate, 0) for fate, size in now.items()}
-        more["engine_recomputed"] = setup.engine.recomputed.tokens - recomputed
-        more["prompt_tokens"] = setup.engine.prefilled.prompt_tokens - prefilled.prompt_tokens
-        more["prefilled_tokens"] = setup.engine.prefilled.computed - prefilled.computed
-        return learned_from(setup, run, played, {"judging_seconds": played.seconds["judging"], **more})
+        timings = {
+            "judging_seconds": result.seconds["judging"],
+            **{
+                f"engine_{fate.name.lower()}": count - lost.fates.get(fate, 0)
+                for fate, count in engine.lost.fates.items()
+            },
+            "engine_recomputed": engine.recomputed.tokens - recomputed,
+            "prompt_tokens": engine.prefilled.prompt_tokens - prefilled.prompt_tokens,
+            "prefilled_tokens": engine.prefilled.computed - prefilled.computed,
+        }
+        return to_judged_rollout(setup, state, result, timings)
 
 
 def run_key(setup: HostedSetup) -> jax.Array:
-    """The key that updates are made from."""
+    """The key of training, from which each update's keys are derived."""
     return jax.random.split(jax.random.key(setup.config.seed), 3)[0]
 
 
-def exam_key(setup: HostedSetup, split: str) -> jax.Array:
-    """The key of the examinations on a split."""
+def eval_key(setup: HostedSetup, split: str) -> jax.Array:
+    """The key of the evaluations on a split."""
     return jax.random.split(jax.random.key(setup.config.seed), 3)[("run", "validation", "test").index(split)]
 
 
 # Training -----------------------------------------------------------------------------------------------
 
 
-def make_hosted_step(setup: HostedSetup, roll_out: RollOut, *, donates: bool = False) -> Step:
-    """`step(run) -> (run, metrics)`: one iteration, whose trajectories come from `roll_out`.
+def make_hosted_step(setup: HostedSetup, roll_out: Rollout, *, donates: bool = False) -> Step:
+    """`step(state) -> (state, metrics)`: one iteration, whose trajectories come from `roll_out`.
 
-    With `donates` the update writes over the parameters and the optimizer's memory of the run that it is given.
+    With `donates` the update overwrites parameters and optimizer state of the state that it is given.
     """
     sizes, config, planner = setup.sizes, setup.config, setup.planner
-    return make_staged(
+    settings = StagedSettings(
+        iteration=sizes,
+        banned=setup.model.banned,
+        tools=len(setup.env.tools),
+        trajectories=sizes.queries * sizes.oversample * sizes.samples,
+        turns=1 if config.rendering == "append" else setup.env.max_turns,
+        max_trajectory_tokens=config.context_tokens,
+        trainable=planner.trainable,
+        donates=donates,
+        watch_seconds=config.watch_seconds,
+    )
+    return make_staged_step(
         planner.policy,
         setup.algorithm,
         setup.optimizer,
-        sizes,
         roll_out,
-        banned=setup.model.banned,
-        tools=len(setup.env.tools),
-        longest=config.context_tokens,
-        trajectories=sizes.queries * sizes.oversample * sizes.samples,
-        turns=1 if config.rendering == "append" else setup.env.turns,
-        residency=setup.residency,
-        donates=donates,
-        release=setup.engine.release,  # new weights find nothing in it anyway
-        watch=StageWatchdog(config.watch_seconds),
-        trained=planner.trained,
+        setup.offloader,
+        settings,
+        release=setup.engine.release,  # its cache is useless under new weights
     )
 
 
 def training_tasks(setup: HostedSetup, update: int) -> list[Task]:
-    """The tasks of an update, one a group."""
-    if setup.prompts is not None:
-        return setup.prompts.tasks(update)
+    """The tasks of an update, one for each group."""
+    if setup.task_sampler is not None:
+        return setup.task_sampler.tasks(update)
     count = setup.sizes.queries * setup.sizes.oversample
     return setup.tasks("train", update * count, count)
 
 
-def learned_from(setup: HostedSetup, run: loop.Run, played: Hosted, timings: Mapping[str, Any] = {}) -> JudgedRollout:
-    """Make the rollout of an update: trajectories as arrays, with figures by domain; record the first groups."""
-    played, update = in_order(played), int(run.update)  # as the rollout's arrays have them
-    check_prompts_fit(setup.config, update, played.played)
+def to_judged_rollout(
+    setup: HostedSetup, state: loop.TrainState, result: RolloutResult, timings: Mapping[str, Any] = {}
+) -> JudgedRollout:
+    """An update's rollout as arrays, with metrics by domain; the first groups are written to trajectories/."""
+    update, trajectories = int(state.update), finalize_rollout(result).trajectories  # in the order of the arrays
+    check_prompts_fit(setup.config, update, trajectories)
     if update == 0:
-        setup.check_first(played.played)
-    rollout, judged = dense(setup, played), valid(played.played)
+        setup.check_first_rollout(trajectories)
+    rollout, judged = to_arrays(setup, result), with_outcome(trajectories)
     if setup.config.control == "shuffled_rewards":
-        judge_key = _keys(run.key, update)[1]
-        shuffled = shuffled_rewards(rollout, judge_key, samples=setup.sizes.samples)
-        rollout = jax.device_get(shuffled)
-    first = [n for n, one in enumerate(played.played) if one.group < setup.config.recorded]
-    recorded, path = [played.played[n] for n in first], setup.folder / "trajectories" / f"{update + 1:06d}.jsonl"
-    record(path, recorded)
-    fates = {f"tokens_{fate.name.lower()}": size for fate, size in played.ledger.fates.items()}
-    right = {name: [one.correct for one in own] for name, own in domains_of(judged).items()}
-    solved = {f"success_{name}": float(np.mean(own)) for name, own in right.items()}
-    drawn = setup.share(update) if setup.prompts is None else setup.prompts.learn(update, played.played)
-    seen = repetition(judged) | held_out(judged) | setup.seen(judged)
+        control_key = _rollout_and_control_keys(state.key, update)[1]
+        rollout = jax.device_get(shuffled_rewards(rollout, control_key, samples=setup.sizes.samples))
 
-    def credited(credit: loop.Credit) -> None:
-        record_advantages(path.with_suffix(ADVANTAGES), recorded, np.asarray(credit.adv)[np.array(first, int)])
+    recorded = [i for i, trajectory in enumerate(trajectories) if trajectory.group < setup.config.recorded_groups]
+    path = setup.folder / "trajectories" / f"{update + 1:06d}.jsonl"
+    write_trajectories(path, [trajectories[i] for i in recorded])
 
-    return JudgedRollout(rollout, {**solved, **seen, **fates, **drawn}, timings, credited)
+    def on_advantages(advantages: loop.Advantages) -> None:
+        rows = np.asarray(advantages.adv)[np.array(recorded, int)]
+        write_advantages(path.with_suffix(ADVANTAGES), [trajectories[i] for i in recorded], rows)
+
+    metrics: Metrics = {
+        f"success_{name}": float(np.mean([trajectory.correct for trajectory in domain]))
+        for name, domain in group_by_domain(judged).items()
+    }
+    metrics |= repetition(judged) | second_check_metrics(judged) | setup.rollout_metrics(judged)
+    metrics |= {f"tokens_{fate.name.lower()}": count for fate, count in result.ledger.fates.items()}
+    if setup.task_sampler is None:
+        metrics |= setup.task_metrics(update)
+    else:
+        metrics |= setup.task_sampler.record_results(update, trajectories)
+    return JudgedRollout(rollout, metrics, timings, on_advantages)
 
 
-def check_prompts_fit(config: HostedConfig, update: int, played: Sequence[Played]) -> None:
-    """Raise `BadInput` where no prompt of an update left room for an action: there is nothing to learn from."""
-    if played and all(one.status == Status.TOKEN_LIMIT and not one.turns for one in played):
+def check_prompts_fit(config: HostedConfig, update: int, trajectories: Sequence[RecordedTrajectory]) -> None:
+    """Raise `BadInput` if no prompt of an update leaves room for an action: there is nothing to learn from."""
+    if trajectories and all(
+        trajectory.status == Status.TOKEN_LIMIT and not trajectory.turns for trajectory in trajectories
+    ):
         raise BadInput(
             f"--context_tokens={config.context_tokens} holds none of the prompts of update {update + 1} with an action "
             f"of --max_tokens={config.max_tokens}: raise it, or lower --max_tokens"
         )
 
 
-def held_out(played: Sequence[Played]) -> dict[str, float]:
-    """Average a held-out check, and the gap of the reward above it, over trajectories that have both; {} for none."""
-    checked = [one for one in played if one.scored is not None and CHECK in one.scored.parts]
-    if not checked:
+def second_check_metrics(trajectories: Sequence[RecordedTrajectory]) -> dict[str, float]:
+    """Mean of a held-out second check, and the gap between reward and check, where both exist; {} if none has both."""
+    pairs = [
+        (trajectory.reward_result.parts[SECOND_CHECK], trajectory.outcome)
+        for trajectory in trajectories
+        if trajectory.reward_result is not None and SECOND_CHECK in trajectory.reward_result.parts
+    ]
+    if not pairs:
         return {}
-    check_n = np.array([one.scored.parts[CHECK] for one in checked if one.scored])
-    reward_n = np.array([one.outcome for one in checked])
-    return {CHECK: float(check_n.mean()), "gap": float((reward_n - check_n).mean())}
+    check_n, outcome_n = np.array(pairs).T
+    return {SECOND_CHECK: float(check_n.mean()), "gap": float((outcome_n - check_n).mean())}
 
 
-def _keys(key: jax.Array, update: int) -> jax.Array:
-    """Of an update: the key that its trajectories sample from, and that of a control."""
+def _rollout_and_control_keys(key: jax.Array, update: int) -> jax.Array:
+    """Two keys of an update: its trajectories sample from the first, a control experiment from the second."""
     return jax.random.split(jax.random.fold_in(key, update))
 
 
-def keys_of_group(key: jax.Array, update: int, index: int, *, groups: int, samples: int) -> jax.Array:
-    """The keys of one group of an update, as a rollout of all of them gives it."""
-    every = jax.random.split(_keys(key, update)[0], groups * samples)
-    return every[index * samples : (index + 1) * samples]
+def group_keys(key: jax.Array, update: int, index: int, *, groups: int, samples: int) -> jax.Array:
+    """The keys of one group of an update, equal to those in a rollout of all groups."""
+    keys = jax.random.split(_rollout_and_control_keys(key, update)[0], groups * samples)
+    return keys[index * samples : (index + 1) * samples]
 
 
-def _covered(folder: Path) -> int:
-    """The update whose checkpoint a run in this folder would go on from."""
+def _last_checkpoint(folder: Path) -> int:
+    """The update from whose checkpoint a run in this folder would resume; 0 if there is none."""
     return Checkpoints(folder).latest() or 0

@@ -1,9 +1,9 @@
-"""Put an exported folder on the Hugging Face Hub.
+"""Upload an exported folder to the Hugging Face Hub.
 
     check_push("me/planner");   export(run, folder);   url = push_folder(folder, "me/planner", private=True)
 
-The token is that of `HF_TOKEN` or of `hf auth login`, and `HF_ENDPOINT` names another hub, as everywhere in
-huggingface_hub.
+As everywhere in huggingface_hub, the token is that of `HF_TOKEN` or `hf auth login`, and `HF_ENDPOINT` names another
+hub.
 """
 
 import os
@@ -18,7 +18,7 @@ WITHOUT_TOKEN = "set HF_TOKEN to a token that may write, or call `hf auth login`
 
 
 def check_push(repository: str) -> None:
-    """Raise `BadInput` for what is no USER/NAME, or where there is no token: before anything is written."""
+    """Raise `BadInput` if `repository` is not USER/NAME, or there is no token; call it before writing anything."""
     from huggingface_hub import get_token
 
     if not REPOSITORY.fullmatch(repository):
@@ -28,26 +28,30 @@ def check_push(repository: str) -> None:
 
 
 def push_folder(folder: Path, repository: str, *, private: bool, message: str, api: Any = None) -> str:
-    """Upload a folder into a repository of the hub, which is made where it isn't there -> its address.
+    """Upload a folder to a repository of the hub, which is created if it does not exist -> its URL.
 
-    `private` is for one that is made. `api` is a `huggingface_hub.HfApi`, by default of the hub that the environment
-    names.
+    Args:
+        folder: to upload.
+        repository: USER/NAME.
+        private: whether a repository that is created is private.
+        message: of the commit.
+        api: a `huggingface_hub.HfApi`; by default that of the hub that the environment names.
     """
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT")) if api is None else api
     try:
-        address = api.create_repo(repository, private=private, repo_type="model", exist_ok=True)
+        url = api.create_repo(repository, private=private, repo_type="model", exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, repo_type="model", commit_message=message)
-    except Exception as error:  # no token, no right, no network, no room: each has its own class
+    except Exception as error:  # no token, no permission, no network, no space: each has its own class
         raise BadInput(
             f"--push_to_hub={repository}: {_reason(error)}; {folder} is written, and the same command tries again"
         ) from error
-    return str(address)
+    return str(url)
 
 
 def _reason(error: Exception) -> str:
-    """Say what is wrong, and the fix where it is known."""
+    """The cause of an error, and the fix if it is known."""
     from huggingface_hub.errors import HfHubHTTPError
 
     if not isinstance(error, HfHubHTTPError):  # what the transport raises is another library's from version to version

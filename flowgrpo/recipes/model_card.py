@@ -1,9 +1,9 @@
-"""The README.md beside exported weights: a model card in the form that the Hugging Face Hub reads.
+"""The model card of exported weights: a README.md that the Hugging Face Hub can parse.
 
     text = model_card(CardFacts(recipe="agent", config=config, folder=folder, update=120, which="best"))
 
-It holds what the run's folder says and nothing else: base model, algorithm, settings, figures, the command. Places on
-this machine and addresses of servers are left out, since a card is made to be published.
+All of it is from the run's folder: base model, algorithm, settings, metrics, the command. Paths of this machine and
+addresses of servers are left out, since a card is published.
 """
 
 import json
@@ -30,8 +30,8 @@ COMMANDS = {
     "self_verify": "self_verify",
 }
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-SERVER = "SERVER"  # in the place of an address
-FIGURES = {  # of result.json, before and after
+SERVER = "SERVER"  # replaces an address
+METRICS = {  # of result.json, before and after training
     "success": "success on test tasks",
     "tool_error": "tool errors",
     "turns": "turns",
@@ -39,7 +39,7 @@ FIGURES = {  # of result.json, before and after
 
 
 class CardFacts(NamedTuple):
-    """Facts that a card tells."""
+    """The facts of a model card."""
 
     recipe: str
     config: RunConfig
@@ -48,13 +48,13 @@ class CardFacts(NamedTuple):
     which: str  # best, last, start
     adapter: bool = False
     gguf: str | None = None  # the type of its tensors, of a GGUF file
-    licence: str | None = None  # of the weights; None: that of the base model, or our own where there is none
+    licence: str | None = None  # of the weights; None: that of the base model, or ours if there is none
 
 
 def model_card(facts: CardFacts) -> str:
-    """Write the card: what the Hub reads, and what people do."""
+    """The text of the card: metadata for the Hub, then paragraphs for people."""
     base = base_id(facts.config)
-    algorithm = getattr(facts.config, "algorithm", "flow_grpo")  # of self-verification, where it is no setting
+    algorithm = getattr(facts.config, "algorithm", "flow_grpo")  # self-verification has no such setting
     return "\n".join(
         [
             *_front_matter(facts, base, algorithm),
@@ -79,22 +79,22 @@ def model_card(facts: CardFacts) -> str:
 
 
 def base_id(config: RunConfig) -> str | None:
-    """The hub id that a run began with; None for a folder or a file, or a model that was made for the run."""
+    """The hub id of a run's start; None for a folder, a file, or a model that was made for the run."""
     model = config.model if isinstance(config, PlannerConfig) else None
     return model if model and HUB_ID.fullmatch(model) and not Path(model).exists() else None
 
 
 def training_command(recipe: str, config: RunConfig) -> str:
-    """The command of a run: its settings that are not those of its preset."""
-    usual, infos = _preset(config).to_json(), setting_infos(type(config))
+    """The command of a run, with the settings that differ from its preset."""
+    defaults, infos = _preset(config).to_json(), setting_infos(type(config))
     words = [command(COMMANDS[recipe])]
     for name, value in config.to_json().items():
-        named = name in ("env", "algorithm", "model")  # by which a preset is chosen
-        if infos[name].heading is None or value is None or (value == usual[name] and not named):
+        selects_preset = name in ("env", "algorithm", "model")
+        if infos[name].heading is None or value is None or (value == defaults[name] and not selects_preset):
             continue
         public = _public(name, value)
-        several = public if infos[name].repeated else [",".join(public) if isinstance(public, list) else public]
-        words += [f"--{name}={shlex.quote(str(one))}" for one in several]
+        values = public if infos[name].repeated else [",".join(public) if isinstance(public, list) else public]
+        words += [f"--{name}={shlex.quote(str(item))}" for item in values]
     return " ".join(words)
 
 
@@ -116,9 +116,9 @@ def _preset(config: RunConfig) -> RunConfig:
 
 
 def _public(name: str, value: Any) -> Any:
-    """The value of a setting without a place on this machine or the address of a server."""
+    """The value of a setting without paths of this machine or addresses of servers."""
     if isinstance(value, list):
-        return [_public(name, one) for one in value]
+        return [_public(name, item) for item in value]
     if not isinstance(value, str):
         return value
     if name == "mcp":
@@ -129,7 +129,7 @@ def _public(name: str, value: Any) -> Any:
 
 
 def _front_matter(facts: CardFacts, base: str | None, algorithm: str) -> Sequence[str]:
-    """The metadata, as YAML whose values are JSON."""
+    """The metadata block: YAML whose values are JSON."""
     library = "peft" if facts.adapter else "gguf" if facts.gguf else "transformers"
     values: dict[str, Any] = {"library_name": library}
     values["pipeline_tag"] = "text-generation"
@@ -148,7 +148,7 @@ def _front_matter(facts: CardFacts, base: str | None, algorithm: str) -> Sequenc
 
 
 def _licence(facts: CardFacts, base: str | None) -> Mapping[str, str]:
-    """The Hub's fields of the licence: what was given, or that of the model that the weights come from."""
+    """The Hub's licence fields: the given licence, or that of the base model."""
     if facts.licence is not None:
         return {"license": facts.licence}
     if isinstance(facts.config, PlannerConfig) and facts.config.model is not None:
@@ -160,33 +160,33 @@ def _licence(facts: CardFacts, base: str | None) -> Mapping[str, str]:
 def _paragraphs(facts: CardFacts, base: str | None) -> Sequence[str]:
     config = facts.config
     model = config.model if isinstance(config, PlannerConfig) else None
-    began = "a small model that was made for the run" if model is None else f"`{base or Path(model).name}`"
-    where = f"environment `{config.env}`" if isinstance(config, pure.Config) else f"recipe `{facts.recipe}`"
-    kind = "An adapter in PEFT's format, which belongs to" if facts.adapter else "Whole weights, which began as"
+    start = "a small model that was made for the run" if model is None else f"`{base or Path(model).name}`"
+    task = f"environment `{config.env}`" if isinstance(config, pure.Config) else f"recipe `{facts.recipe}`"
+    kind = "An adapter in PEFT's format, for" if facts.adapter else "Whole weights, trained from"
     if facts.gguf:
-        kind = f"Whole weights in GGUF's {facts.gguf.upper()}, for llama.cpp and Ollama, which began as"
+        kind = f"Whole weights in GGUF's {facts.gguf.upper()}, for llama.cpp and Ollama, trained from"
     return [
-        f"{kind} {began}. The planner of a multi-turn agent was trained inside the running system "
-        f"([Flow-GRPO](https://arxiv.org/abs/2510.05592)), {where}, seed {config.seed}. These are the parameters of "
+        f"{kind} {start}. The planner of a multi-turn agent was trained inside the running system "
+        f"([Flow-GRPO](https://arxiv.org/abs/2510.05592)), {task}, seed {config.seed}. These are the parameters of "
         f"update {facts.update}, the {facts.which} one of the run.",
         "",
     ]
 
 
 def _figures(folder: Path) -> Sequence[str]:
-    """Tabulate what the run found of itself at its end, where it has come to it."""
+    """A table of the run's test metrics; a sentence if it has not ended."""
     path = folder / RESULT
     if not path.exists():
         return ["The run had not ended when this was written, so it was not tested yet.", ""]
     result = read_json(path, "restore or remove it")
     rows = [
         f"| {words} | {_number(result[f'{name}_before'])} | {_number(result[f'{name}_after'])} |"
-        for name, words in FIGURES.items()
+        for name, words in METRICS.items()
         if f"{name}_before" in result and f"{name}_after" in result
     ]
-    best, took = result.get("best_update"), f"{result['minutes']:.1f} minutes"
-    ended = f"{result['updates']} updates, of which that of number {best} was best in validation; {took}."
-    return ["| | start | best |", "|---|---|---|", *rows, "", ended, ""]
+    best, minutes = result.get("best_update"), f"{result['minutes']:.1f} minutes"
+    summary = f"{result['updates']} updates, of which number {best} was best in validation; {minutes}."
+    return ["| | start | best |", "|---|---|---|", *rows, "", summary, ""]
 
 
 def _number(value: Any) -> str:

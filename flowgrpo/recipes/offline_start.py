@@ -1,14 +1,14 @@
-"""Make the model that the offline agent run begins with: its tokenizer, and its imitation of flawed demonstrations.
+"""The start model of the offline agent run: its tokenizer, and its imitation of flawed demonstrations.
 
-    write_start(folder, make_env, do, config)            tokenizer, configuration, random weights
-    script_imitation(model, env, do, config)             the warm start on demonstrations of the real tools
-    demonstrate_script(env, text, tasks, do, seed=0)     trajectories whose actions are to be imitated
+    write_start_model(folder, make_env, call_tool, config)      tokenizer, configuration, random weights
+    script_imitation(model, env, call_tool, config)             warm start on demonstrations with the real tools
+    demonstrate_script(env, text, tasks, call_tool, seed=0)     trajectories whose actions are imitated
 
-A script knows what is right (`metadata["steps"]` and `["final"]`), and slips with the chances in `ScriptFlaws`: it
-misreads the query (`metadata["misread"]`), names a tool that is wrong or doesn't exist, damages a command, forgets the
-form, answers too early or wrongly. Most slips are of what to do. An answer after the last step is what the tools said,
-in nine of ten cases, also after a misreading: a planner that never learned to copy has nothing that a reward could
-strengthen. Nothing in a demonstration says which of its actions were slips. That is left to training.
+A script knows the right actions (`metadata["steps"]` and `["final"]`) and deviates with the probabilities in
+`ScriptFlaws`: it misreads the query (`metadata["misread"]`), calls a tool that is wrong or doesn't exist, damages a
+context, omits the action format, answers too early or wrongly. Most flaws are wrong decisions. In nine of ten cases the
+answer after the last step is what the tools returned, also after a misreading: a planner that never learned to copy has
+nothing that a reward could reinforce. Nothing in a demonstration marks its flawed actions; training has to find them.
 """
 
 import json
@@ -26,148 +26,153 @@ import optax
 
 import flowgrpo as fg
 from flowgrpo.agent.action_forms import write_lines
-from flowgrpo.contracts import Do, HostEnv
-from flowgrpo.data.tokenizer import Text, load_text
+from flowgrpo.contracts import HostEnv, ToolRunner
+from flowgrpo.data.tokenizer import ChatTokenizer, load_tokenizer
 from flowgrpo.files import read_json
 from flowgrpo.learner.imitation import make_supervised, make_validation, packed_imitation
 from flowgrpo.learner.state import init_learner, make_optimizer
 from flowgrpo.models.decoder import matrices
 from flowgrpo.models.hf import Model, init_model, save_model
-from flowgrpo.models.trainable import WHOLE, Trained
+from flowgrpo.models.trainable import ALL_PARAMS, TrainableSubset
 from flowgrpo.recipes.agent_config import TaskConfig
 from flowgrpo.recipes.hosted import HostedConfig
 from flowgrpo.recipes.offline_tasks import LANDS, TOWNS, TRADES, WARES, make_tasks, passages
+from flowgrpo.renamed import SETTINGS, current_names
 from flowgrpo.rollout.demonstrations import play_actions
-from flowgrpo.run.run_dir import differing
+from flowgrpo.run.run_dir import list_differences
 from flowgrpo.run.run_files import NOTE
 from flowgrpo.run.warm_start import WarmStart, no_warm_start
 from flowgrpo.types import BadInput, Task, Trajectory
 
 TOOLS = ("calculator", "python", "search")
-STRANGERS = ("browser", "lookup", "solver")  # tools that don't exist
+UNKNOWN_TOOLS = ("browser", "lookup", "solver")  # names of tools that don't exist
 Random = np.random.Generator
 
 
 @dataclass(frozen=True)
 class ScriptFlaws:
-    """How often the script slips."""
+    """Probabilities of the script's flaws."""
 
-    wrong_tool: float = 0.18  # a step by another tool, or by one that doesn't exist
-    damaged: float = 0.12  # a step whose command has lost something
-    formless: float = 0.06  # an action without its form
-    early: float = 0.2  # an answer before the last step
+    wrong_tool: float = 0.18  # a step calls another tool, or one that doesn't exist
+    damaged_context: float = 0.12  # a step lacks a character of its context
+    unformatted: float = 0.06  # an action without the action format
+    early_answer: float = 0.2  # an answer before the last step
     misread: float = 0.35  # all steps and the answer of another query
-    wrong_answer: float = 0.1  # at the end
-    wrong_drawing: float = 0.60
+    wrong_answer: float = 0.1  # of the answer at the end
+    wrong_drawing: float = 0.60  # of the answer of a task without steps
 
 
 def action(tool: str, context: str) -> str:
-    """Write an action of a planner in its form."""
+    """An action of a planner in the action format."""
     return write_lines({"name": tool}, context)
 
 
 def script(task: Task, random: Random, flaws: ScriptFlaws) -> Iterator[str]:
-    """Yield the actions for a task, one after the other; the last is the answer."""
+    """Yield the actions for a task; the last is the answer."""
     steps, final = task.metadata["steps"], str(task.metadata["final"])
     if random.random() < flaws.misread:
         steps, final = task.metadata["misread"]  # type: ignore[misc]
     for tool, context in steps:  # type: ignore[union-attr]
-        while random.random() < flaws.wrong_tool + flaws.damaged + flaws.formless:
+        while random.random() < flaws.wrong_tool + flaws.damaged_context + flaws.unformatted:
             yield _slip(tool, context, random, flaws)
-        if random.random() < flaws.early:
+        if random.random() < flaws.early_answer:
             yield action("answer", _wrong(final, task.domain, random))
             return
         yield action(tool, context)
-    slips = random.random() < (flaws.wrong_answer if steps else flaws.wrong_drawing)
-    yield action("answer", _wrong(final, task.domain, random) if slips else final)
+    is_wrong = random.random() < (flaws.wrong_answer if steps else flaws.wrong_drawing)
+    yield action("answer", _wrong(final, task.domain, random) if is_wrong else final)
 
 
 def _slip(tool: str, context: str, random: Random, flaws: ScriptFlaws) -> str:
-    """Make up a step that brings nothing."""
-    chances = np.array([flaws.wrong_tool, flaws.damaged, flaws.formless])
+    """A flawed step."""
+    chances = np.array([flaws.wrong_tool, flaws.damaged_context, flaws.unformatted])
     kind = random.choice(3, p=chances / chances.sum())
     if kind == 0:
-        others = [name for name in (*TOOLS, *STRANGERS) if name != tool]
+        others = [name for name in (*TOOLS, *UNKNOWN_TOOLS) if name != tool]
         return action(others[int(random.integers(len(others)))], context)
     if kind == 1:
-        at = [i for i, letter in enumerate(context) if letter in "()'"] or [0]
-        i = at[int(random.integers(len(at)))]
-        return action(tool, context[:i] + context[i + 1 :])
+        positions = [index for index, letter in enumerate(context) if letter in "()'"] or [0]
+        index = positions[int(random.integers(len(positions)))]
+        return action(tool, context[:index] + context[index + 1 :])
     return context
 
 
 def _wrong(final: str, domain: str, random: Random) -> str:
-    """Make up an answer that is not this one."""
+    """A wrong answer that looks like the right one."""
     if domain == "search":  # another name of the same kind
-        own = next(names for names in (TOWNS, LANDS, TRADES, WARES) if final in names)
-        others = [other for other in own if other != final]
+        names = next(names for names in (TOWNS, LANDS, TRADES, WARES) if final in names)
+        others = [other for other in names if other != final]
         return others[int(random.integers(len(others)))]
     numbers = [i for i, letter in enumerate(final) if letter.isdigit()]
     i = numbers[int(random.integers(len(numbers)))]
     return final[:i] + str((int(final[i]) + int(random.integers(1, 10))) % 10) + final[i + 1 :]
 
 
-# Played -------------------------------------------------------------------------------------------------
+# Demonstrations -----------------------------------------------------------------------------------------
 
 
 def demonstrate_script(
     env: HostEnv,
-    text: Text,
+    text: ChatTokenizer,
     tasks: Sequence[Task],
-    do: Do,
+    call_tool: ToolRunner,
     *,
     seed: int,
     workers: int = 8,
 ) -> list[Trajectory]:
-    """One trajectory a task, played with real tools; each depends on the seed and its task alone."""
+    """One trajectory per task, with real tools; each depends on the seed, its index and its task alone."""
 
-    def played(number: int, task: Task) -> Trajectory:
+    def play(number: int, task: Task) -> Trajectory:
         actions = script(task, np.random.default_rng([seed, number]), ScriptFlaws())
-        return play_actions(env, text, do, task, actions, group=number)
+        return play_actions(env, text, call_tool, task, actions, group=number)
 
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(played, range(len(tasks)), tasks))
+        return list(pool.map(play, range(len(tasks)), tasks))
 
+
+# The tokenizer and the model ----------------------------------------------------------------------------
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-Cut = Callable[[], Any]  # a pre-tokenizer of the package tokenizers
+Pretokenizer = Callable[[], Any]  # makes a pre-tokenizer of the package tokenizers
 SHAPE: Mapping[str, Any] = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 32}
-# A layer that sees a token and the three before it makes copying easy to learn: the layers above find what was said
-# after the words that were written last.
-COPYING: Mapping[str, Any] = SHAPE | {
+# A first layer that sees a token and the three before it makes copying easy to learn: later layers find what followed
+# the last written words earlier in the context.
+COPYING_SHAPE: Mapping[str, Any] = SHAPE | {
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     "use_sliding_window": True,
     "sliding_window": 4,
 }
 
 
-def _words() -> Any:
-    """Cuts text into words and single digits: numbers and names are copied piece by piece."""
+def word_pretokenizer() -> Any:
+    """Split text into words and single digits, so that numbers and names are copied piece by piece."""
     from tokenizers import pre_tokenizers
 
     digits, letters = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     return pre_tokenizers.Sequence([digits, letters])
 
 
-def phrases() -> Any:
-    """Cuts text at numbers only: a number is one token, and so is what often stands between two of them."""
+def phrase_pretokenizer() -> Any:
+    """Split text at numbers only: a number can be one token, and so can a frequent phrase between numbers."""
     from tokenizers import Regex, pre_tokenizers
 
     numbers = pre_tokenizers.Split(Regex("[0-9]+"), "isolated")
     return pre_tokenizers.Sequence([numbers, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def write_tokenizer(folder: Path, texts: Iterable[str], *, cut: Cut = _words, vocab_size: int = 1024) -> None:
-    """Byte-pair encoding learned from these texts within the pieces of `cut`; any text can be written and read."""
+def write_tokenizer(
+    folder: Path, texts: Iterable[str], *, pretokenizer: Pretokenizer = word_pretokenizer, vocab_size: int = 1024
+) -> None:
+    """Write a byte-level BPE tokenizer learned from `texts`, within the pieces of `pretokenizer`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = cut()
+    tokenizer.pre_tokenizer = pretokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -192,12 +197,12 @@ def write_model(
     *,
     seed: int,
     shape: Mapping[str, Any] = SHAPE,
-    cut: Cut = _words,
+    pretokenizer: Pretokenizer = word_pretokenizer,
     vocab_size: int = 1024,
 ) -> None:
-    """Tokenizer, configuration and random weights."""
-    write_tokenizer(folder, texts, cut=cut, vocab_size=vocab_size)
-    text = load_text(folder)
+    """Write a model folder: tokenizer, configuration and random weights."""
+    write_tokenizer(folder, texts, pretokenizer=pretokenizer, vocab_size=vocab_size)
+    text = load_tokenizer(folder)
     heads = shape["hidden_size"] // shape["head_dim"]
     source = {
         "architectures": ["Qwen3ForCausalLM"],
@@ -216,119 +221,134 @@ def write_model(
         **shape,
     }
     model = init_model(source, jax.random.key(seed))
-    save_model(folder, model._replace(text=text))
+    save_model(folder, model._replace(tokenizer=text))
 
 
-# What it was made with ----------------------------------------------------------------------------------
+# Settings of the start model ----------------------------------------------------------------------------
 
 
-def note_made(folder: Path, made: Mapping[str, Any]) -> None:
-    """Write down the settings that a model was made with."""
-    (folder / NOTE).write_text(json.dumps(made) + "\n")
+def write_start_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Record the settings that a start model was made with."""
+    (folder / NOTE).write_text(json.dumps(settings) + "\n")
 
 
-def check_made(folder: Path, made: Mapping[str, Any]) -> None:
-    """Raise `BadInput` where the model that is there was made with other settings."""
+def check_start_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raise `BadInput` if the start model in a folder was made with other settings."""
     path = folder / NOTE
-    there = read_json(path, "remove its folder, or choose another --workdir")
-    if differences := differing(there, json.loads(json.dumps(made))):
+    saved = current_names(read_json(path, "remove its folder, or choose another --workdir"), SETTINGS)
+    if differences := list_differences(saved, json.loads(json.dumps(settings))):
         raise BadInput(f"{folder} was made otherwise: {'; '.join(differences)}. Choose another --workdir")
 
 
-FIRST = 400  # demonstrations from which the tokenizer is learned
-ROOM = 4  # times as many tokens as the tokenizer that is learned from them needs
-# Settings that what planner and tools say to each other depends on.
+TOKENIZER_DEMONSTRATIONS = 400  # demonstrations that the tokenizer is trained on
+BUDGET_FACTOR = 4  # the draft tokenizer needs more tokens for the same text than the final one
+# Settings that the texts of planner and tools depend on.
 MADE_WITH = ("seed", "domains", "tools", "mcp", "turns", "rendering", "executor", "verifier", "generator", "analyst")
-MADE_WITH += ("max_tokens", "context_tokens", "memory_tokens", "passages")
-OF_OWN_AGENTS = "agent"  # likewise, where the agent is one's own
-LENGTHS = ("max_tokens", "context_tokens", "memory_tokens")
-PATIENCE = 6  # validations of the imitation that may bring nothing
+MADE_WITH += ("max_tokens", "context_tokens", "memory_tokens", "search_top_k")
+OWN_AGENT_SETTING = "agent"  # likewise, for an external agent
+TOKEN_BUDGETS = ("max_tokens", "context_tokens", "memory_tokens")
+PATIENCE = 6  # validations of the imitation without improvement until it stops
 
 
-def write_start(folder: Path, make_env: Callable[..., HostEnv], do: Do, config: TaskConfig) -> None:
-    """Make the model folder, unless it is there; its tokenizer is learned from what planner and tools say.
+def write_start_model(
+    folder: Path, make_env: Callable[..., HostEnv], call_tool: ToolRunner, config: TaskConfig
+) -> None:
+    """Write the model folder, unless it exists; its tokenizer is trained on the texts of planner and tools.
 
-    Their words depend on no tokenizer, but to write them down takes one: a first one, learned from the queries alone.
-    The folder appears when it is whole. One that other settings made is refused.
+    These texts depend on no tokenizer, but recording them needs one: a draft, trained on the queries only. The folder
+    appears when it is complete. Raises `BadInput` if it was made with other settings.
     """
-    made = {name: value for name, value in config.to_json().items() if name in (*MADE_WITH, OF_OWN_AGENTS)}
+    settings = {name: value for name, value in config.to_json().items() if name in (*MADE_WITH, OWN_AGENT_SETTING)}
     if folder.exists():
-        check_made(folder, made)
+        check_start_settings(folder, settings)
         return
-    tasks = _tasks(config, "train", FIRST)
+    tasks = _tasks(config, "train", TOKENIZER_DEMONSTRATIONS)
     queries = [task.query for task in tasks]
-    first = folder.with_name(f".{folder.name}")
-    write_model(first, queries, seed=config.seed)
-    text = load_text(first)
-    own = config.to_json()
-    wide = replace(config, **{name: ROOM * own[name] for name in LENGTHS if name in own})
-    env = make_env(text, turns=config.turns, config=wide)
-    talks = demonstrate_script(env, text, tasks, do, seed=config.seed)
+    draft = folder.with_name(f".{folder.name}")
+    write_model(draft, queries, seed=config.seed)
+    text = load_tokenizer(draft)
+    values = config.to_json()
+    wide_config = replace(config, **{name: BUDGET_FACTOR * values[name] for name in TOKEN_BUDGETS if name in values})
+    env = make_env(text, turns=config.turns, config=wide_config)
+    records = demonstrate_script(env, text, tasks, call_tool, seed=config.seed)
     entries = [f" {passage['title']}: {passage['text']}" for passage in passages()]
-    beside = folder.with_name(f".{folder.name}-whole")
-    shutil.rmtree(beside, ignore_errors=True)
-    spoken = ["".join(text.decode(turn.tokens) for turn in talk.turns) for talk in talks]
-    write_model(beside, [*queries, *spoken, *entries], seed=config.seed, shape=COPYING)
-    note_made(beside, made)
-    beside.replace(folder)
-    shutil.rmtree(first)
+    unfinished = folder.with_name(f".{folder.name}-whole")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    conversations = ["".join(text.decode(turn.tokens) for turn in record.turns) for record in records]
+    write_model(unfinished, [*queries, *conversations, *entries], seed=config.seed, shape=COPYING_SHAPE)
+    write_start_settings(unfinished, settings)
+    unfinished.replace(folder)
+    shutil.rmtree(draft)
 
 
-def script_imitation(model: Model, env: HostEnv, do: Do, config: TaskConfig) -> WarmStart:
-    """The imitation of demonstrations that comes before reinforcement; of no steps where the Config has none."""
+def script_imitation(model: Model, env: HostEnv, call_tool: ToolRunner, config: TaskConfig) -> WarmStart:
+    """Warm start: imitation of demonstrations before reinforcement learning; of no steps if the Config has none."""
     if not config.warm_steps:
         return no_warm_start(model.params)
     sizes = {"train": config.demonstrations, "validation": max(config.demonstrations // 10, 1)}
     records = {
-        split: demonstrate_script(env, model.text, _tasks(config, split, size), do, seed=config.seed)
+        split: demonstrate_script(env, model.tokenizer, _tasks(config, split, size), call_tool, seed=config.seed)
         for split, size in sizes.items()
     }
-    rows = {split: packed_imitation(own, row_length=config.context_tokens) for split, own in records.items()}
-    return warm_start_on(rows, model, config, patience=PATIENCE, micro_rows=config.micro_rows)
+    rows = {split: packed_imitation(records[split], row_length=config.context_tokens) for split in sizes}
+    return imitation_warm_start(rows, model, config, patience=PATIENCE, micro_rows=config.micro_rows)
 
 
-def warm_start_on(
+def imitation_warm_start(
     rows: Mapping[str, fg.Batch],
     model: Model,
     config: HostedConfig,
     *,
     patience: int,
     optimizer: optax.GradientTransformation | None = None,
-    trained: Trained = WHOLE,
+    trainable: TrainableSubset = ALL_PARAMS,
     every: int = 50,
-    **sizes: int,
+    micro_rows: int = 16,
 ) -> WarmStart:
-    """The imitation of these rows, validated on their part "validation"; by Muon where no optimizer is given."""
+    """Warm start by imitation of rows of tokens.
+
+    Args:
+        rows: Rows of the splits "train" and "validation".
+        model: Model that imitates.
+        config: Learning rate, number of steps and rows per step.
+        patience: Validations without improvement until it stops.
+        optimizer: Muon with warm-up and decay by default.
+        trainable: Subset of the parameters that is trained.
+        every: Steps between two validations.
+        micro_rows: Rows per forward pass.
+    """
     optimizer = optimizer or make_optimizer(
         learning_rate=config.warm_rate,
         warmup_steps=20,
         decay_steps=config.warm_steps,
         matrices=matrices(model.config),
     )
-    loss = jax.jit(make_validation(model.policy, banned=model.banned, **sizes))
+    loss = jax.jit(make_validation(model.policy, banned=model.banned, micro_rows=micro_rows))
     return WarmStart(
-        state=init_learner(model.params, optimizer, trained),
-        step=jax.jit(make_supervised(model.policy, optimizer, banned=model.banned, trained=trained, **sizes)),
+        state=init_learner(model.params, optimizer, trainable),
+        step=jax.jit(
+            make_supervised(model.policy, optimizer, banned=model.banned, trainable=trainable, micro_rows=micro_rows)
+        ),
         batches=lambda first: islice(shuffled_batches(rows["train"], config.warm_rows, config.seed), first, None),
         validate=lambda params: loss(params, rows["validation"]),
         steps=config.warm_steps,
         every=every,
         patience=patience,
-        trained=trained,
+        trainable=trainable,
     )
 
 
 def shuffled_batches(rows: fg.Batch, size: int, seed: int) -> Iterator[fg.Batch]:
-    """Rows in a new random order each time they are used up."""
-    random, every = np.random.default_rng(seed), len(rows.tokens)
-    size = min(size, every)
+    """Yield batches of rows without end, in a new random order each epoch."""
+    random, count = np.random.default_rng(seed), len(rows.tokens)
+    size = min(size, count)
     while True:
-        order = random.permutation(every)
-        for start in range(0, every - size + 1, size):
-            yield jax.tree.map(lambda x, chosen=order[start : start + size]: x[chosen], rows)
+        order = random.permutation(count)
+        for start in range(0, count - size + 1, size):
+            yield jax.tree.map(lambda x, indices=order[start : start + size]: x[indices], rows)
 
 
 def _tasks(config: TaskConfig, split: str, size: int):
     names = config.domains.split(",")
-    # Questions take the longest to learn, for what is copied there are names. Seeds are apart from those of training.
+    # "search" twice: its questions take longest to learn, since names are copied. The seeds differ from training's.
     return make_tasks(config.seed + 500_000, 0, size, split, [*names, *[name for name in names if name == "search"]])

@@ -1,4 +1,4 @@
-"""Tasks of four domains that need real tools, made here without a file: unlimited, and split by combination.
+"""Generated tasks of four domains that need real tools: unlimited, and split by combination.
 
     mathematics   "Add 31 to 58, then multiply by 7."                    calculator, then the answer
     code          "Write f(x) that returns x times the number of         python, then a function, which is tested
@@ -6,11 +6,11 @@
     search        "In which country was Mira Stone born?"                search, search again, then the answer
     drawing       "Draw a red square with sides of 10 pixels, …"         drawing commands
 
-A task carries what a planner that knows everything would do: `metadata["steps"]`, pairs of tool and context, and
-`metadata["final"]`, its answer; and in `metadata["misread"]` the steps and the answer of one that takes the query for
-another about the same things. Only demonstrations read them. In the order of a hash, every combination (wording and
-operators, kind of value and operator, question and entity, thing to draw) is dealt to one split, so that no test task
-is of a combination that training has seen, though each of its parts was seen.
+A task has the solution of a perfect planner: `metadata["steps"]`, pairs of tool and context, and `metadata["final"]`,
+its answer; and in `metadata["misread"]` the steps and the answer of a planner that misreads the query as another about
+the same objects. Only demonstrations read them. Every combination (wording and operators, kind of value and operator,
+question and entity, shape to draw) is assigned to one split in the order of a hash, so that no test task has a
+combination of training, though training has each of its parts.
 """
 
 import hashlib
@@ -24,11 +24,15 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.recipes.names import OFFLINE_DOMAINS as DOMAINS
-from flowgrpo.rewards.vision.drawing import Thing, make_drawings, things
+from flowgrpo.rewards.vision.drawing import PlacedShape, make_drawings, shapes_of
 from flowgrpo.types import BadInput, Task
 
-SPLITS = {"train": range(8), "validation": range(8, 9), "test": range(9, 10)}  # of ten hands
-Made = tuple[str, str, Sequence[tuple[str, str]], str, Mapping[str, Any]]  # query, answer, steps, final, metadata
+SPLITS = {
+    "train": range(8),
+    "validation": range(8, 9),
+    "test": range(9, 10),
+}  # index modulo 10, in the order of a hash
+SolvedTask = tuple[str, str, Sequence[tuple[str, str]], str, Mapping[str, Any]]  # query, answer, steps, final, metadata
 Combination = tuple[Any, ...]
 
 # The world of the corpus --------------------------------------------------------------------------------
@@ -64,10 +68,10 @@ def world() -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]], dic
 def passages() -> list[dict[str, str]]:
     """The corpus: one passage about each person, town and land."""
     people, towns, lands = world()
-    found = [(name, f"By trade a {trade}, born in {town}.") for name, (trade, town) in people.items()]
-    found += [(town, f"{town} lies in {land} and is known for {ware}.") for town, (land, ware) in towns.items()]
-    found += [(land, f"The capital of {land} is {town}.") for land, town in lands.items()]
-    return [{"title": title, "text": text} for title, text in found]
+    pairs = [(name, f"By trade a {trade}, born in {town}.") for name, (trade, town) in people.items()]
+    pairs += [(town, f"{town} lies in {land} and is known for {ware}.") for town, (land, ware) in towns.items()]
+    pairs += [(land, f"The capital of {land} is {town}.") for land, town in lands.items()]
+    return [{"title": title, "text": text} for title, text in pairs]
 
 
 # Mathematics --------------------------------------------------------------------------------------------
@@ -93,19 +97,19 @@ STYLES: Mapping[str, Callable[[str, str], str]] = {
 
 
 def _misread_signs(random: np.random.Generator, combination: Combination) -> Combination:
-    """Take one of the two operations for another one."""
-    at = 1 + int(random.integers(2))
-    other = _pick(random, [sign for sign in SIGNS if sign != combination[at]])
-    return *combination[:at], other, *combination[at + 1 :]
+    """Misread one of the two operations."""
+    index = 1 + int(random.integers(2))
+    other = _pick(random, [sign for sign in SIGNS if sign != combination[index]])
+    return *combination[:index], other, *combination[index + 1 :]
 
 
-def _mathematics(random: np.random.Generator, combination: Combination) -> Made:
-    style, one, two = combination
+def _mathematics(random: np.random.Generator, combination: Combination) -> SolvedTask:
+    style, first, second = combination
     a, b, c = (int(x) for x in random.integers(11, 100, 3))
-    expression = f"({a} {one} {b}) {two} {c}"
+    expression = f"({a} {first} {b}) {second} {c}"
     values = {"+": a + b, "-": a - b, "*": a * b}
-    value = {"+": values[one] + c, "-": values[one] - c, "*": values[one] * c}[two]
-    query = STYLES[style](one, two).format(a=a, b=b, c=c)
+    value = {"+": values[first] + c, "-": values[first] - c, "*": values[first] * c}[second]
+    query = STYLES[style](first, second).format(a=a, b=b, c=c)
     return query, str(value), [("calculator", expression)], str(value), {}
 
 
@@ -117,7 +121,7 @@ WORDS = [
     "yellow",
 ]
 # fmt: on
-VALUES: Mapping[str, tuple[str, str]] = {  # what is asked for, and the expression that gives it
+VALUES: Mapping[str, tuple[str, str]] = {  # description of a value, and the expression that computes it
     "letters": ("the number of letters in '{word}'", "len('{word}')"),
     "count": ("how often '{letter}' is in '{word}'", "'{word}'.count('{letter}')"),
     "digits": ("the sum of the digits of {number}", "sum(map(int, '{number}'))"),
@@ -125,8 +129,12 @@ VALUES: Mapping[str, tuple[str, str]] = {  # what is asked for, and the expressi
     "total": ("the sum of {numbers}", "sum({numbers})"),
     "reverse": ("{number} read backwards", "int('{number}'[::-1])"),
 }
-CONFUSED = {"letters": "count", "digits": "reverse", "largest": "total"}  # both ways: they are about the same things
-CONFUSED |= {other: one for one, other in CONFUSED.items()}
+CONFUSED_VALUES = {
+    "letters": "count",
+    "digits": "reverse",
+    "largest": "total",
+}  # both ways
+CONFUSED_VALUES |= {other: one for one, other in CONFUSED_VALUES.items()}
 OPERATIONS = {"plus": "+", "minus": "-", "times": "*"}
 REQUESTS = {
     "write": "Write f(x) that returns x {operation} {asked}.",
@@ -135,12 +143,12 @@ REQUESTS = {
 
 
 def _misread_value(random: np.random.Generator, combination: Combination) -> Combination:  # noqa: ARG001
-    """Take what is asked for, for what else may be asked about the same things."""
+    """Misread the requested value as another about the same objects."""
     style, kind, operation = combination
-    return style, CONFUSED[kind], operation
+    return style, CONFUSED_VALUES[kind], operation
 
 
-def _code(random: np.random.Generator, combination: Combination) -> Made:
+def _code(random: np.random.Generator, combination: Combination) -> SolvedTask:
     style, kind, operation = combination
     word = _pick(random, WORDS)
     fields = {
@@ -149,28 +157,30 @@ def _code(random: np.random.Generator, combination: Combination) -> Made:
         "number": "".join(str(x) for x in random.integers(1, 10, 4)),
         "numbers": str([int(x) for x in random.integers(11, 100, 4)]),
     }
-    asked, expression = (text.format(**fields) for text in VALUES[kind])
-    # What is evaluated here is one of the expressions above, filled with what was drawn above.
+    description, expression = (text.format(**fields) for text in VALUES[kind])
+    # safe: one of the expressions above, filled with values drawn above
     value = eval(expression, {"__builtins__": {"len": len, "sum": sum, "map": map, "int": int, "max": max}})
     final = f"def f(x): return x {OPERATIONS[operation]} {value}"
     results = {x: {"plus": x + value, "minus": x - value, "times": x * value}[operation] for x in (0, 3, 10)}
     tests = [{"call": f"f({x})", "equals": result} for x, result in results.items()]
-    query = REQUESTS[style].format(operation=operation, asked=asked)
+    query = REQUESTS[style].format(operation=operation, asked=description)
     return query, final, [("python", f"print({expression})")], final, {"tests": tests, "entry_point": "f"}
 
 
 # Questions ----------------------------------------------------------------------------------------------
 
-OF_PEOPLE = ("trade", "town", "land", "ware")
+QUESTIONS_OF_PEOPLE = ("trade", "town", "land", "ware")
 
 
 def _misread_question(random: np.random.Generator, combination: Combination) -> Combination:
-    """Take the question for another one about the same person; of a town there is one question only."""
+    """Misread the question as another about the same person; about a town there is only one question."""
     kind, name = combination
-    return (kind if kind == "capital" else _pick(random, [one for one in OF_PEOPLE if one != kind])), name
+    return (
+        kind if kind == "capital" else _pick(random, [other for other in QUESTIONS_OF_PEOPLE if other != kind])
+    ), name
 
 
-def _search(random: np.random.Generator, combination: Combination) -> Made:  # noqa: ARG001
+def _search(random: np.random.Generator, combination: Combination) -> SolvedTask:  # noqa: ARG001
     kind, name = combination
     people, towns, lands = world()
     if kind == "capital":
@@ -178,40 +188,41 @@ def _search(random: np.random.Generator, combination: Combination) -> Made:  # n
         steps, answer = [("search", name), ("search", land)], lands[land]
         return f"What is the capital of the land where {name} lies?", answer, steps, answer, {}
     trade, town = people[name]
-    asked = {
+    questions = {
         "trade": (f"What is the trade of {name}?", trade, []),
         "town": (f"In which town was {name} born?", town, []),
         "land": (f"In which land was {name} born?", towns[town][0], [("search", town)]),
         "ware": (f"For what is the town known where {name} was born?", towns[town][1], [("search", town)]),
     }
-    query, answer, more = asked[kind]
-    return query, answer, [("search", name), *more], answer, {}
+    query, answer, further_steps = questions[kind]
+    return query, answer, [("search", name), *further_steps], answer, {}
 
 
 # Drawing ------------------------------------------------------------------------------------------------
 
 
 def _drawing(seed: int, index: int, split: str) -> Task:
-    task = make_drawings(seed * 1_000_003 + index, 1, split, most=1)[0]
-    thing = next(one for one in _things(split) if one.command == task.metadata["commands"] and one.words in task.query)
+    task = make_drawings(seed * 1_000_003 + index, 1, split, max_shapes=1)[0]
+    commands = task.metadata["commands"]
+    shape = next(shape for shape in _shapes(split) if shape.command == commands and shape.words in task.query)
     final = str(task.metadata["commands"])
     return replace(
         task,
         id=f"drawing-{split}-{seed}-{index}",
-        query=f"Draw {thing.words}.",
+        query=f"Draw {shape.words}.",
         domain="drawing",
         metadata={**task.metadata, "steps": [], "final": final, "misread": ([], final)},
     )
 
 
 @cache
-def _things(split: str) -> list[Thing]:
-    return things(split)
+def _shapes(split: str) -> list[PlacedShape]:
+    return shapes_of(split)
 
 
-# All together -------------------------------------------------------------------------------------------
+# All domains --------------------------------------------------------------------------------------------
 
-MAKERS: Mapping[str, Callable[[np.random.Generator, Combination], Made]] = {
+MAKERS: Mapping[str, Callable[[np.random.Generator, Combination], SolvedTask]] = {
     "mathematics": _mathematics,
     "code": _code,
     "search": _search,
@@ -225,20 +236,20 @@ MISREAD: Mapping[str, Callable[[np.random.Generator, Combination], Combination]]
 
 @cache
 def combinations(domain: str, split: str) -> list[Combination]:
-    """The combinations of a domain that belong to a split, in one order."""
+    """Combinations of a domain that belong to a split, in a fixed order."""
     people, towns, _ = world()
-    every = {
+    pool = {
         "mathematics": product(STYLES, SIGNS, SIGNS),
         "code": product(REQUESTS, VALUES, OPERATIONS),
-        "search": [*product(OF_PEOPLE, people), *product(("capital",), towns)],
+        "search": [*product(QUESTIONS_OF_PEOPLE, people), *product(("capital",), towns)],
     }[domain]
-    # By bytes that are the same in every process and version.
-    dealt = sorted(every, key=lambda one: hashlib.sha256(repr((domain, *one)).encode()).digest())
-    return [one for i, one in enumerate(dealt) if i % 10 in SPLITS[split]]
+    # by a hash that is the same in every process and version
+    ordered = sorted(pool, key=lambda combination: hashlib.sha256(repr((domain, *combination)).encode()).digest())
+    return [combination for i, combination in enumerate(ordered) if i % 10 in SPLITS[split]]
 
 
 def make_tasks(seed: int, start: int, count: int, split: str, domains: Sequence[str] = DOMAINS) -> list[Task]:
-    """Tasks `start` to `start + count` of a split, the domains in turn; each depends on seed, place and split alone."""
+    """Tasks `start` to `start + count` of a split, domains in turn; each depends on seed, index and split alone."""
     if split not in SPLITS:
         raise BadInput(f"split is {split!r}, but must be one of {', '.join(SPLITS)}")
     unknown = [name for name in domains if name not in DOMAINS]
@@ -253,10 +264,10 @@ def _task(seed: int, index: int, split: str, domain: str) -> Task:
     random = np.random.default_rng([seed, index, list(SPLITS).index(split), DOMAINS.index(domain)])
     pool = combinations(domain, split)
     combination = pool[int(random.integers(len(pool)))]
-    same = deepcopy(random)  # the same things in a query that is misread
-    query, answer, steps, final, more = MAKERS[domain](random, combination)
-    _, _, misread_steps, misread_final, _ = MAKERS[domain](same, MISREAD[domain](random, combination))
-    metadata = {**more, "steps": list(steps), "final": final, "misread": (list(misread_steps), misread_final)}
+    same_random = deepcopy(random)  # so that the misread query is about the same objects
+    query, answer, steps, final, extra = MAKERS[domain](random, combination)
+    _, _, misread_steps, misread_final, _ = MAKERS[domain](same_random, MISREAD[domain](random, combination))
+    metadata = {**extra, "steps": list(steps), "final": final, "misread": (list(misread_steps), misread_final)}
     return Task(f"{domain}-{split}-{seed}-{index}", query, (answer,), domain, metadata)
 
 

@@ -1,185 +1,208 @@
-"""The recipe of a run on an agent of your own, a program or a function, which is trained as it is.
+"""The recipe of a run on an agent of your own, a program or a function, whose model is trained.
 
     fg.train_agent(agent, "tasks.jsonl", reward, model="path/of/model", folder="runs/mine")
 
-    with open(config, folder) as setup: ...        the parts, while gateway, agents and engine live
     result = train(config, "runs/mine")            config: `preset(model, agent="python my_agent.py", tasks=...)`
+    with build(config, folder) as setup: ...       the parts; gateway, agents and engine are closed with the block
 
-The agent is given a base URL of the OpenAI API, behind which the model that is trained answers (`flowgrpo.gateway`).
-All else is as in any run: checkpoints, going on, algorithms, controls, pages of trajectories.
+The agent gets the base URL of an OpenAI-compatible API, which serves the model that is trained (`flowgrpo.gateway`).
+Everything else is as in any run: checkpoints, resuming, algorithms, controls, pages of trajectories.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-import jax
-
-from flowgrpo.contracts import HostEnv, Reward, Scored
-from flowgrpo.data.tokenizer import Text
-from flowgrpo.gateway.agent_env import agent_env, context_figures
-from flowgrpo.gateway.agent_start import Agent
+from flowgrpo.contracts import HostEnv, Reward, RewardResult
+from flowgrpo.data.tokenizer import ChatTokenizer
+from flowgrpo.gateway.agent_env import agent_env, context_metrics
+from flowgrpo.gateway.agent_start import ExternalAgent
 from flowgrpo.gateway.agents import AgentHost
 from flowgrpo.gateway.server import Gateway
 from flowgrpo.recipes import agent as agent_recipe
 from flowgrpo.recipes import offline_start, task_choice
 from flowgrpo.recipes.agent import (
-    Source,
-    assemble,
+    build_setup,
     check_settings,
     make_sandbox,
+    print_rollout,
     reward_of,
 )
 from flowgrpo.recipes.hosted import (
     HostedSetup,
-    compile_engines,
-    do_nothing,
-    plain_story,
-    play_tasks,
+    format_conversation,
 )
-from flowgrpo.recipes.hosted_training import HostedWork, begin_hosted, train_hosted, training_tasks
-from flowgrpo.recipes.own_agent_config import POSTED, Config
+from flowgrpo.recipes.hosted_training import HostedTrainable, check_run_folder, train_hosted, training_tasks
+from flowgrpo.recipes.own_agent_config import POSTED, Config, LimitSettings
 from flowgrpo.recipes.own_agent_config import preset as preset
 from flowgrpo.recipes.planner import check_planner, load_start
 from flowgrpo.run.run_dir import START
-from flowgrpo.run.session import Tested
-from flowgrpo.run.time_budget import ENDLESS, TimeBudget
+from flowgrpo.run.session import TestReport
+from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
 
 NAME = "own_agent"
-SERVED = "planner"  # the name of the model, as agents ask for it
+MODEL_NAME = "planner"  # the model's name in the agents' requests
 
 
-def _make_env(text: Text, *, config: Config, turns: int) -> HostEnv:
-    """Make the environment that the agent is to its model."""
+def _make_env(text: ChatTokenizer, *, config: Config, turns: int) -> HostEnv:
+    """The agent as an environment of its model."""
     return agent_env(text, turns=turns, max_tokens=config.max_tokens, context_tokens=config.context_tokens)
 
 
 @contextmanager
-def open(
+def build(
     config: Config,
     folder: Path,
     *,
-    begin: Callable[[], object] = do_nothing,
-    agent: Agent | None = None,
+    on_ready: Callable[[], object] | None = None,
+    agent: ExternalAgent | None = None,
     reward: Reward | None = None,
 ) -> Iterator[HostedSetup]:
-    """The parts that these settings describe; gateway, agents and engine live as long as the block.
+    """The parts that these settings describe; gateway, agents and engine are closed with the block.
 
-    `agent` and `reward` stand in the place of those that the settings name.
+    Args:
+        on_ready: called when everything that the settings name was found, before anything is written.
+        agent: replaces the one that the settings name.
+        reward: likewise.
     """
     check_planner(config)
     source = check_settings(config)
     with ExitStack() as stack:
-        draw, hard = task_choice.choose(config, source.draw, source.train, groups=config.queries)
-        judge = reward or _reward(config, source, stack)
-        gateway = stack.enter_context(Gateway(model=SERVED, spell=str))
+        draw, task_sampler = task_choice.make_task_sampler(config, source.draw, source.train, groups=config.queries)
+        if reward is None and config.reward != POSTED:
+            reward = reward_of(config, source, stack.enter_context(make_sandbox(config, source)))
+        gateway = stack.enter_context(Gateway(model=MODEL_NAME, decode=str))
         host = stack.enter_context(
             AgentHost(
                 agent or config.agent,
                 gateway,
-                seconds=config.agent_seconds,
-                silence=config.silent_seconds,
+                timeout=config.agent_seconds,
+                silent_timeout=config.silent_seconds,
                 retries=config.retries,
-                judged=judge is not None,
+                has_reward=reward is not None,
             )
         )
         host.check()
-        begin()
+        if on_ready is not None:
+            on_ready()
         if config.model is None:
-            offline_start.write_start(folder / START, _make_env, host.do, config)
+            offline_start.write_start_model(folder / START, _make_env, host.call_tool, config)
         model = load_start(config.model or folder / START, config)
-        gateway.spell = model.text.decode
-        make = partial(_make_env, config=config)
-        own = {"do": host.do, "width": config.agents or config.slots, "reward": judge, "tasks": draw, "prompts": hard}
-        story = partial(plain_story, model.text)
-        setup = assemble(stack, config, folder, model, make, name="agent of your own", story=story, **own)
-        setup = setup._replace(submit=host.submit_to(setup.engine.submit), seen=context_figures)
+        gateway.decode = model.tokenizer.decode
+        setup = build_setup(
+            stack,
+            config,
+            folder,
+            model,
+            partial(_make_env, config=config),
+            name="agent of your own",
+            call_tool=host.call_tool,
+            reward=reward,
+            tasks=draw,
+            task_sampler=task_sampler,
+            format_trajectory=partial(format_conversation, model.tokenizer),
+            concurrency=config.concurrent_agents or config.slots,
+        )
+        setup = setup._replace(submit=host.submit_to(setup.engine.submit), rollout_metrics=context_metrics)
         if config.model is None:
             start = model._replace(params=setup.planner.params)
             setup = setup._replace(
-                warm_start=lambda setup: offline_start.script_imitation(start, setup.env, host.do, config)
+                warm_start=lambda setup: offline_start.script_imitation(start, setup.env, host.call_tool, config)
             )
         yield setup
-
-
-def _reward(config: Config, source: Source, stack: ExitStack) -> Reward | None:
-    """The reward that is named, or that of each domain; None where agents give it."""
-    if config.reward == POSTED:
-        return None
-    return reward_of(config, source, stack.enter_context(make_sandbox(config, source)))
 
 
 def train(
     config: Config,
     folder: str | Path,
     *,
-    agent: Agent | None = None,
+    agent: ExternalAgent | None = None,
     reward: Reward | None = None,
     every: int = 10,
     resume: bool = True,
     loggers: Sequence[str] = (),
-    budget: TimeBudget = ENDLESS,
+    budget: TimeBudget = UNLIMITED,
 ) -> dict[str, Any]:
-    """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many updates."""
-    how: dict[str, Any] = {"every": every, "resume": resume, "loggers": loggers, "budget": budget}
-    return train_hosted(partial(open, agent=agent, reward=reward), HostedWork, NAME, config, folder, **how)
+    """Train in a folder, or resume the run there -> the result.
+
+    Args:
+        agent: replaces the one that the settings name.
+        reward: likewise.
+        every: updates between validations and checkpoints.
+        resume: False deletes an earlier run in the folder.
+        loggers: names of loggers for metrics (tensorboard, wandb, trackio).
+        budget: time after which the run stops, saved.
+    """
+    build_own = partial(build, agent=agent, reward=reward)
+    return train_hosted(
+        build_own, HostedTrainable, NAME, config, folder, every=every, resume=resume, loggers=loggers, budget=budget
+    )
 
 
 def train_agent(
-    agent: Agent,
+    agent: ExternalAgent,
     tasks: str | Path,
-    reward: Reward | Callable[[Any, str], Scored] | str | None = None,
+    reward: Reward | Callable[[Any, str], RewardResult] | str | None = None,
     *,
     model: str | Path,
     folder: str | Path,
     every: int = 10,
     resume: bool = True,
-    budget: TimeBudget = ENDLESS,
-    **settings: Any,
+    budget: TimeBudget = UNLIMITED,
+    **settings: Unpack[LimitSettings],
 ) -> dict[str, Any]:
-    """Train the model of an agent that knows nothing of training -> the result.
+    """Train the model of an agent that is written without training in mind -> the result.
 
-    agent       a command, "MODULE:FUNCTION", or a function of a task and a base URL, which returns its answer
-    tasks       a file of tasks (.jsonl, .parquet), or reasoning_gym:NAME
-    reward      a function (task, answer) -> fg.Scored, or its "MODULE:FUNCTION"; "posted" where agents give it
-                themselves; None: that of each task's domain
-    model       a folder of weights, or a hub id
-    folder      of the run; one that is there goes on
-    settings    fields of `Config`, such as updates, queries, samples, turns, algorithm, lora_rank
+    Args:
+        agent: a command, "MODULE:FUNCTION", or a function of a task and a base URL, which returns its answer.
+        tasks: a file of tasks (.jsonl, .parquet), or reasoning_gym:NAME.
+        reward: a function (task, answer) -> fg.RewardResult, or its "MODULE:FUNCTION"; "posted" if agents send their
+            reward themselves; None: the reward of each task's domain.
+        model: a folder of weights, or a hub id.
+        folder: of the run; an earlier run in it is resumed.
+        every: updates between validations and checkpoints.
+        resume: False deletes an earlier run in the folder.
+        budget: time after which the run stops, saved.
+        settings: fields of `Config`, such as updates, queries, samples, turns, algorithm, lora_rank.
     """
-    named = agent if isinstance(agent, str) else _name_of(agent)
-    judge = reward if isinstance(reward, Reward) else Reward(reward) if callable(reward) else None
-    called = _name_of(reward) if judge is not None else reward
-    given = {"agent": named, "tasks": str(tasks), "reward": called, **settings}
-    config = preset(str(model), **given)
-    own = None if isinstance(agent, str) else agent
-    return train(config, folder, agent=own, reward=judge, every=every, resume=resume, budget=budget)
+    function = reward if isinstance(reward, Reward) else Reward(reward) if callable(reward) else None
+    config = preset(
+        str(model),
+        agent=agent if isinstance(agent, str) else _name_of(agent),
+        tasks=str(tasks),
+        reward=reward if reward is None or isinstance(reward, str) else _name_of(reward),
+        **settings,
+    )
+    return train(
+        config,
+        folder,
+        agent=None if isinstance(agent, str) else agent,
+        reward=function,
+        every=every,
+        resume=resume,
+        budget=budget,
+    )
 
 
-def _name_of(thing: Any) -> str:
-    """A name for what is no name itself, for the record of a run."""
-    if isinstance(thing, list | tuple):
-        return " ".join(map(str, thing))
-    where, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", type(thing).__qualname__)
-    return f"{where}:{name}"
+def _name_of(value: Any) -> str:
+    """A name of a command or function for run.json."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", type(value).__qualname__)
+    return f"{module}:{name}"
 
 
 def rehearse(config: Config, folder: str | Path) -> None:
-    """Print one rollout of each of the first tasks, as the model sees it."""
-    path = begin_hosted(NAME, config, folder, resume=True)
-    with open(config, path) as setup:
-        setup = compile_engines(setup)
-        tasks = training_tasks(setup, 0)[:4]
-        played = play_tasks(setup, setup.env, tasks, jax.random.key(config.seed), samples=1)
-        if setup.progress is not None:
-            setup.progress.end()
-        for one in played.played:
-            why = one.scored.reason if one.scored else one.reason
-            print(f"{setup.story(setup.env, one)}\nreward    {one.outcome} {why}\n")
+    """Print one trajectory of each of the first tasks, as the model sees it; nothing is trained."""
+    path = check_run_folder(NAME, config, folder, resume=True)
+    with build(config, path) as setup:
+        print_rollout(setup, training_tasks(setup, 0)[:4])
 
 
-def evaluate(config: Config, folder: Path, **sizes: int) -> tuple[int | None, Tested]:
-    """Test a run's start and its best planner on fresh tasks -> (the update of the best, figures by domain, too)."""
-    return agent_recipe.evaluate(config, folder, open_setup=open, **sizes)
+def evaluate(
+    config: Config, folder: Path, *, seed: int = 1000, tasks: int = 1000, samples: int = 1
+) -> tuple[int | None, TestReport]:
+    """Test a run's start and its best planner on fresh tasks, as `agent.evaluate` does."""
+    return agent_recipe.evaluate(config, folder, seed=seed, tasks=tasks, samples=samples, make_setup=build)

@@ -1,16 +1,16 @@
-"""Settings of a run on an agent of your own."""
+"""Settings of a run on an agent of your own: `Config`, and `preset`, which fits them to a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from flowgrpo.errors import BadInput
-from flowgrpo.recipes.agent_config import LARGE, TaskConfig
+from flowgrpo.recipes.agent_config import LARGE, TaskConfig, TaskSettings
 from flowgrpo.run.config import make_config, setting
 
-POSTED = "posted"  # the reward that agents give themselves
+POSTED = "posted"  # agents send their reward themselves
 EXAMPLE = "flowgrpo.recipes.example_agent:agent"
-WITH_MODEL = {"turns": 8, "exam_turns": 8, "turn_seconds": 300.0}
+WITH_MODEL = {"turns": 8, "eval_turns": 8, "turn_seconds": 300.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,30 +19,39 @@ class Config(TaskConfig):
 
     agent: str = setting(
         EXAMPLE,
-        "The agent: a command, which is started for each trajectory and finds the model at OPENAI_BASE_URL and its "
-        "task on standard input (and as {query}); or MODULE:FUNCTION, called with a task and a base URL.",
-        "What is run",
+        "The agent: a command, started for each trajectory with the model's URL in OPENAI_BASE_URL and its task on "
+        "standard input (and as {query}); or MODULE:FUNCTION, called with a task and a base URL.",
+        "Run",
     )
     reward: str | None = setting(
         None,
-        "Judge all tasks by MODULE:FUNCTION, a function (task, answer) -> fg.Scored; or posted, by agents themselves.",
-        "What is run",
+        "Reward of all tasks as MODULE:FUNCTION, a function (task, answer) -> fg.RewardResult; posted: agents send "
+        "their reward themselves; none: the reward of each task's domain.",
+        "Run",
     )
-    rendering: str = setting("fresh", "How many contexts there may be: as many as turns.", choices=("fresh",))
-    agents: int | None = setting(
+    rendering: str = setting("fresh", "Contexts of a trajectory: each request may begin a new one.", choices=("fresh",))
+    concurrent_agents: int | None = setting(
         None,
-        "Agents at work at a time; as many as --slots by default. More than those take each other's caches, and wait.",
-        "The agents",
+        "Number of agents that run at a time; --slots by default. More than that evict each other's caches.",
+        "Agents",
         at_least=1,
-        may_differ=True,
+        may_change=True,
+        was="agents",
     )
-    agent_seconds: float = setting(300.0, "Of an agent, from its start to its end.", "Sampling", at_least=0.1)
+    agent_seconds: float = setting(
+        300.0, "Timeout of an agent in seconds, from start to exit.", "Sampling", at_least=0.1
+    )
     silent_seconds: float = setting(
-        60.0, "Of an agent between an answer and its next request, or its end.", "Sampling", at_least=0.1
+        60.0,
+        "Timeout of an agent in seconds between a response and its next request or exit.",
+        "Sampling",
+        at_least=0.1,
     )
-    turn_seconds: float = setting(90.0, "Of what follows one answer, silence and all.", "Sampling", at_least=0.1)
+    turn_seconds: float = setting(
+        90.0, "Timeout of a turn in seconds, from a response to the next request.", "Sampling", at_least=0.1
+    )
     retries: int = setting(
-        2, "Times that an agent is started again which ends before its first request.", "The agents", at_least=0
+        2, "Number of restarts of an agent that exits before its first request; 0: none.", "Agents", at_least=0
     )
 
     def __post_init__(self) -> None:
@@ -50,15 +59,32 @@ class Config(TaskConfig):
         if not self.agent.strip():
             raise BadInput("--agent is empty: give a command, or MODULE:FUNCTION")
         if self.turn_seconds <= self.silent_seconds:
-            longest = f"--silent_seconds={self.silent_seconds:g}"
-            raise BadInput(f"--turn_seconds={self.turn_seconds:g} must be greater than {longest}, which it holds")
+            silence = f"--silent_seconds={self.silent_seconds:g}"
+            raise BadInput(f"--turn_seconds={self.turn_seconds:g} must be greater than {silence}, which it includes")
 
     @classmethod
     def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the offline run, or those that fit a model."""
+        """Defaults of the offline run, or those that fit a large model."""
         return super().defaults(chosen) | (LARGE | WITH_MODEL if chosen.get("model") else {})
 
 
-def preset(model: str | None = None, **chosen: Any) -> Config:
-    """The settings that fit the offline run, or those of a large model, with what was chosen in their place."""
-    return make_config(Config, chosen | {"model": model})
+class LimitSettings(TaskSettings, total=False):
+    """Settings of a run on an agent of your own, but for `model`, `agent`, `tasks` and `reward`."""
+
+    concurrent_agents: int | None
+    agent_seconds: float
+    silent_seconds: float
+    retries: int
+
+
+class Settings(LimitSettings, total=False):
+    """Settings of a run on an agent of your own, but for `model`, as keyword arguments of `preset`."""
+
+    agent: str
+    tasks: str | None
+    reward: str | None
+
+
+def preset(model: str | None = None, **settings: Unpack[Settings]) -> Config:
+    """A Config with these settings; the others are those of the offline run, or fit a large model."""
+    return make_config(Config, {**settings, "model": model})

@@ -1,10 +1,10 @@
 """The recipe of a run on an environment of your own: a TRL-style class, gymnasium, textarena, or an OpenEnv server.
 
-    with open(config, folder) as setup: ...        the parts, while the environment's process and the engine live
     result = train(config, "runs/mine")            config: `preset("path/of/model", env="gymnasium:Taxi-v3")`
+    with build(config, folder) as setup: ...       the parts; the process and the engine are closed with it
 
-The environment lives in a process of its own, perhaps of another Python (`flowgrpo.external_envs`), and pays by itself,
-unless a reward is named. A task is a seed; or a line of a file, whose fields its `reset` is given.
+The environment runs in a process of its own, perhaps with another Python (`flowgrpo.external_envs`), and returns its
+own rewards, unless --reward names one. A task is a seed; or a line of a file, whose fields are passed to `reset`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,37 +16,37 @@ from sys import executable
 from typing import Any
 
 from flowgrpo.contracts import HostEnv
-from flowgrpo.data.tokenizer import Text
+from flowgrpo.data.tokenizer import ChatTokenizer
 from flowgrpo.external_envs.env import external_env
 from flowgrpo.external_envs.process import EnvProcess
 from flowgrpo.recipes import agent, task_choice
-from flowgrpo.recipes.agent import POOL, Source, assemble, check_settings, make_sandbox, reward_of
-from flowgrpo.recipes.hosted import HostedSetup, do_nothing, plain_story
-from flowgrpo.recipes.hosted_training import HostedWork, train_hosted
+from flowgrpo.recipes.agent import POOL, TaskSource, build_setup, check_settings, make_sandbox, reward_of
+from flowgrpo.recipes.hosted import HostedSetup, format_conversation
+from flowgrpo.recipes.hosted_training import HostedTrainable, train_hosted
+from flowgrpo.recipes.names import SPLITS
 from flowgrpo.recipes.own_env_config import Config
 from flowgrpo.recipes.own_env_config import preset as preset
 from flowgrpo.recipes.planner import check_planner, load_start
-from flowgrpo.run.session import Tested
-from flowgrpo.run.time_budget import ENDLESS, TimeBudget
+from flowgrpo.run.session import TestReport
+from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.types import Task
 
 NAME = "own_env"
-SPLITS = ("train", "validation", "test")
-ROOM = 1 << 24  # seeds of a split
+SEEDS_PER_SPLIT = 1 << 24
 
 
-def seeds_of(config: Config) -> Source:
-    """Tasks that are seeds, others for each split; the first `POOL` of training have a number."""
+def seed_tasks(config: Config) -> TaskSource:
+    """Tasks that are seeds, with different seeds for each split."""
 
     def draw(split: str, first: int, count: int) -> list[Task]:
-        base = SPLITS.index(split) * ROOM + config.seed * 1_000_003
+        base = SPLITS.index(split) * SEEDS_PER_SPLIT + config.seed * 1_000_003
         return [Task(f"{split}-{n}", "", (), "env", {"seed": base + n}) for n in range(first, first + count)]
 
-    return Source(draw=draw, train=lambda: draw("train", 0, POOL), domains=("env",))
+    return TaskSource(draw=draw, train=lambda: draw("train", 0, POOL), domains=("env",))
 
 
-def tasks_with_seeds(source: Source) -> Source:
-    """The tasks of a file, each with a seed, which is the number of its draw."""
+def add_seeds(source: TaskSource) -> TaskSource:
+    """The tasks of a file, each with a seed, the number of its draw, unless it has one."""
 
     def draw(split: str, first: int, count: int) -> list[Task]:
         drawn = enumerate(source.draw(split, first, count), first)
@@ -56,39 +56,46 @@ def tasks_with_seeds(source: Source) -> Source:
 
 
 @contextmanager
-def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothing) -> Iterator[HostedSetup]:
-    """The parts that these settings describe; the environment's process and the engine live as long as the block."""
+def build(config: Config, folder: Path, *, on_ready: Callable[[], object] | None = None) -> Iterator[HostedSetup]:
+    """The parts that these settings describe; the environment's process and the engine are closed with the block.
+
+    `on_ready` is called when everything that the settings name was found, before anything is written.
+    """
     check_planner(config)
     if config.tasks is None:
-        source = seeds_of(config)
-        agent.algorithm_of(config)
+        source = seed_tasks(config)
+        agent.algorithm_of(config)  # raises if it does not fit
     else:
-        source = tasks_with_seeds(check_settings(config))
+        source = add_seeds(check_settings(config))
     kind, _, spec = config.env.partition(":")
     with ExitStack() as stack:
-        draw, hard = task_choice.choose(config, source.draw, source.train, groups=config.queries)
-        process = EnvProcess(kind, spec, python=config.python or executable, seconds=config.env_seconds)
+        draw, task_sampler = task_choice.make_task_sampler(config, source.draw, source.train, groups=config.queries)
+        process = EnvProcess(kind, spec, python=config.python or executable, timeout=config.env_seconds)
         tools = stack.enter_context(process).check()
-        judge = None
+        reward = None
         if config.reward:
-            judge = reward_of(config, source, stack.enter_context(make_sandbox(config, source)))
-        begin()
-        assert config.model is not None
+            reward = reward_of(config, source, stack.enter_context(make_sandbox(config, source)))
+        if on_ready is not None:
+            on_ready()
+        assert config.model is not None  # checked by the Config
         model = load_start(config.model, config)
-        make = partial(_make_env, config=config, tools=tools)
-        own = {
-            "do": process.do,
-            "width": config.episodes or config.slots,
-            "reward": judge,
-            "tasks": draw,
-            "prompts": hard,
-        }
-        yield assemble(
-            stack, config, folder, model, make, name=config.env, story=partial(plain_story, model.text), **own
+        yield build_setup(
+            stack,
+            config,
+            folder,
+            model,
+            partial(_make_env, config=config, tools=tools),
+            name=config.env,
+            call_tool=process.call_tool,
+            reward=reward,
+            tasks=draw,
+            task_sampler=task_sampler,
+            format_trajectory=partial(format_conversation, model.tokenizer),
+            concurrency=config.concurrent_episodes or config.slots,
         )
 
 
-def _make_env(text: Text, *, config: Config, tools: Sequence[str], turns: int) -> HostEnv:
+def _make_env(text: ChatTokenizer, *, config: Config, tools: Sequence[str], turns: int) -> HostEnv:
     return external_env(
         text,
         turns=turns,
@@ -106,13 +113,23 @@ def train(
     every: int = 10,
     resume: bool = True,
     loggers: Sequence[str] = (),
-    budget: TimeBudget = ENDLESS,
+    budget: TimeBudget = UNLIMITED,
 ) -> dict[str, Any]:
-    """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many updates."""
-    how: dict[str, Any] = {"every": every, "resume": resume, "loggers": loggers, "budget": budget}
-    return train_hosted(open, HostedWork, NAME, config, folder, **how)
+    """Train in a folder, or resume the run there -> the result.
+
+    Args:
+        every: updates between validations and checkpoints.
+        resume: False deletes an earlier run in the folder.
+        loggers: names of loggers for metrics (tensorboard, wandb, trackio).
+        budget: time after which the run stops, saved.
+    """
+    return train_hosted(
+        build, HostedTrainable, NAME, config, folder, every=every, resume=resume, loggers=loggers, budget=budget
+    )
 
 
-def evaluate(config: Config, folder: Path, **sizes: int) -> tuple[int | None, Tested]:
-    """Test a run's start and its best planner on fresh tasks -> (the update of the best, figures by domain, too)."""
-    return agent.evaluate(config, folder, open_setup=open, **sizes)
+def evaluate(
+    config: Config, folder: Path, *, seed: int = 1000, tasks: int = 1000, samples: int = 1
+) -> tuple[int | None, TestReport]:
+    """Test a run's start and its best planner on fresh tasks, as `agent.evaluate` does."""
+    return agent.evaluate(config, folder, seed=seed, tasks=tasks, samples=samples, make_setup=build)

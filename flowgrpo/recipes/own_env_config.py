@@ -1,14 +1,14 @@
-"""Settings of a run on an environment of your own."""
+"""Settings of a run on an environment of your own: `Config`, and `preset`, which fits them to a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from flowgrpo.errors import BadInput
-from flowgrpo.recipes.agent_config import LARGE, TaskConfig
+from flowgrpo.recipes.agent_config import LARGE, TaskConfig, TaskSettings
 from flowgrpo.run.config import make_config, setting
 
-WITH_MODEL = {"turns": 8, "exam_turns": 8, "turn_seconds": 300.0, "beta": 0.0, "temperature": 1.0}
+WITH_MODEL = {"turns": 8, "eval_turns": 8, "turn_seconds": 300.0, "beta": 0.0, "temperature": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,22 +17,25 @@ class Config(TaskConfig):
 
     env: str = setting(
         "",
-        "The environment, as KIND:SPEC: trl:MODULE:CLASS, gymnasium:ID, textarena:ID, or openenv:ws://HOST:PORT/ws.",
-        "What is run",
+        "Environment as KIND:SPEC: trl:MODULE:CLASS, gymnasium:ID, textarena:ID, or openenv:ws://HOST:PORT/ws.",
+        "Run",
     )
-    python: str = setting("", "The Python that has its packages; this one by default.", "What is run")
-    instructions: str = setting("", "What the model is told before the first observation.", "What is run")
-    rendering: str = setting("append", "One conversation.", choices=("append",))
-    domains: str = setting("", "Not read here.")
-    episodes: int | None = setting(
+    python: str = setting("", "Python interpreter with the environment's packages; this one by default.", "Run")
+    instructions: str = setting("", "Instructions in the prompt, before the first observation.", "Run")
+    rendering: str = setting("append", "Contexts of a trajectory: one growing conversation.", choices=("append",))
+    domains: str = setting("", "Unused in this recipe.")
+    concurrent_episodes: int | None = setting(
         None,
-        "Episodes at a time; as many as --slots by default. More than those take each other's caches, and wait.",
-        "The agents",
+        "Number of episodes that run at a time; --slots by default. More than that evict each other's caches.",
+        "Agents",
         at_least=1,
-        may_differ=True,
+        may_change=True,
+        was="episodes",
     )
-    env_seconds: float = setting(60.0, "Of an answer of the environment.", "Sampling", at_least=0.1)
-    turn_seconds: float = setting(90.0, "Of what follows one action.", "Sampling", at_least=0.1)
+    env_seconds: float = setting(60.0, "Timeout of one environment step in seconds.", "Sampling", at_least=0.1)
+    turn_seconds: float = setting(
+        90.0, "Timeout of a turn in seconds, the environment step included.", "Sampling", at_least=0.1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,15 +45,27 @@ class Config(TaskConfig):
         if self.model is None:
             raise BadInput("--env needs --model: the folder of a model, or a hub id")
         if self.turn_seconds <= self.env_seconds:
-            longest = f"--env_seconds={self.env_seconds:g}"
-            raise BadInput(f"--turn_seconds={self.turn_seconds:g} must be greater than {longest}, which it holds")
+            step = f"--env_seconds={self.env_seconds:g}"
+            raise BadInput(f"--turn_seconds={self.turn_seconds:g} must be greater than {step}, which it includes")
 
     @classmethod
     def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a large model."""
+        """Defaults that fit a large model."""
         return super().defaults(chosen) | LARGE | WITH_MODEL
 
 
-def preset(model: str | None = None, **chosen: Any) -> Config:
-    """The settings of a large model, with what was chosen in their place."""
-    return make_config(Config, chosen | {"model": model})
+class Settings(TaskSettings, total=False):
+    """Settings of a run on an environment of your own, but for `model`, as keyword arguments of `preset`."""
+
+    env: str
+    tasks: str | None
+    reward: str | None
+    python: str
+    instructions: str
+    concurrent_episodes: int | None
+    env_seconds: float
+
+
+def preset(model: str | None = None, **settings: Unpack[Settings]) -> Config:
+    """A Config with these settings; the others fit a large model."""
+    return make_config(Config, {**settings, "model": model})

@@ -1,12 +1,12 @@
-"""Fixed sets of test tasks, one of each environment and difficulty, named by a hash of what is in them.
+"""Fixed sets of test tasks, one for each environment and difficulty, named by a hash of their content.
 
     panel_set("lookup_hard")                 the set: its tasks, the keys of its trajectories, its hash
-    play_panel(policy, params, names)        a planner's figures on these sets
+    evaluate_panel(policy, params, names)    a planner's evaluation on these sets
     evaluate_run(config, folder)             those of a run's start and of its best planner
 
-Figures of two machines can be held against each other where the hashes are equal. They are checked against `HASHES`
-before anything is played: a version of JAX that draws other numbers is refused. What a policy then samples may still
-differ in the last bits of its logits from processor to processor.
+Results of two machines are comparable if the hashes are equal. They are checked against `HASHES` before any rollout: a
+version of JAX that draws other random numbers is refused. What a policy then samples may still differ between
+processors, in the last bits of its logits.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ from jax import Array
 
 from flowgrpo.contracts import Env, Policy
 from flowgrpo.evaluation.metrics import Evaluation
-from flowgrpo.models.trainable import acting
+from flowgrpo.models.trainable import actor_params
 from flowgrpo.recipes import pure
 from flowgrpo.recipes.registry import ENVIRONMENTS
 from flowgrpo.rollout.compiled import make_rollout
-from flowgrpo.rollout.exams import evaluate_rollout, exam_trajectories
-from flowgrpo.types import BadInput
+from flowgrpo.rollout.exams import evaluate_rollout, evaluation_inputs
+from flowgrpo.types import BadInput, Params
 
 SEED, TASKS, SPLIT = 2026, 512, "test"
 HASHES = {
@@ -37,10 +37,15 @@ HASHES = {
     "arithmetic_hard": "960e27d2966b",
     "maze_hard": "55d5c6093ddc",
 }
+# Names that enter the hash, of task fields that have another name by now.
+HASHED_NAMES = {
+    "arithmetic": {".is_pointer": ".points", ".values": ".holds"},
+    "maze": {".identity": ".number"},
+}
 
 
 class PanelSet(NamedTuple):
-    """One set: tasks with an entry each, and what their trajectories follow from."""
+    """A set of tasks, and the keys and groups of their trajectories."""
 
     name: str
     env: Env
@@ -51,84 +56,89 @@ class PanelSet(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Name the set with its hash, as figures are cited."""
+        """The name with the hash, as results are cited."""
         return f"{self.name}@{self.digest}"
 
 
 def panel_set(name: str) -> PanelSet:
-    """Draw the set of that name, and check that it holds what it always held."""
-    one = _draw(name)
-    if one.digest != HASHES[name]:
+    """The set of that name; raises `BadInput` if its content is not what it always was."""
+    drawn = _draw(name)
+    if drawn.digest != HASHES[name]:
         raise BadInput(
-            f"the panel's set {name} is {HASHES[name]}, but what is drawn here is {one.digest}: this version of JAX "
-            "draws other numbers, so figures can't be held against others'; install the versions of requirements.lock"
+            f"the panel's set {name} is {HASHES[name]}, but what is drawn here is {drawn.digest}: this version of JAX "
+            "draws other numbers, so results can't be compared; install the versions of requirements.lock"
         )
-    return one
+    return drawn
 
 
 def draw_hashes() -> dict[str, str]:
-    """Hash what is drawn here, by the name of the set."""
+    """The hash of each set as it is drawn here, by name."""
     return {name: _draw(name).digest for name in ENVIRONMENTS}
 
 
 @cache
 def _draw(name: str) -> PanelSet:
     env = ENVIRONMENTS[name]()
-    tasks, keys, group_n = jax.jit(lambda key: exam_trajectories(env, key, TASKS, SPLIT))(jax.random.key(SEED))
+    tasks, keys, group_n = jax.jit(lambda key: evaluation_inputs(env, key, TASKS, SPLIT))(jax.random.key(SEED))
     return PanelSet(name, env, tasks, keys, group_n, content_hash(env, tasks, keys))
 
 
 def content_hash(env: Env, tasks: Any, keys: Array) -> str:
-    """Hash an environment's words and sizes, the arrays of tasks, and the keys: twelve digits of SHA-256."""
-    digest = hashlib.sha256(repr((env.name, env.words, tuple(env.sizes))).encode())
+    """Twelve digits of the SHA-256 of an environment's vocabulary and sizes, the arrays of tasks, and the keys."""
+    digest = hashlib.sha256(repr((env.name, env.vocabulary, tuple(env.sizes))).encode())
     for path, leaf in [*jax.tree.leaves_with_path(tasks), ((), jax.random.key_data(keys))]:
         array = np.asarray(leaf)
-        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype.name} {array.shape}".encode())
+        name = jax.tree_util.keystr(path)
+        name = HASHED_NAMES.get(env.name, {}).get(name, name)
+        digest.update(f"{name} {array.dtype.name} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"))).tobytes())
     return digest.hexdigest()[:12]
 
 
 def panel_names(env: Env) -> list[str]:
-    """Name the sets that a planner of this environment can play: those with the same words and actions."""
+    """The sets that a planner of this environment can solve: those with the same vocabulary and action size."""
     same = [
         name
         for name, make in ENVIRONMENTS.items()
-        if (other := make()).words == env.words and other.sizes.action == env.sizes.action
+        if (other := make()).vocabulary == env.vocabulary and other.sizes.action == env.sizes.action
     ]
     if not same:
-        raise BadInput(f"the panel has no set in the words of {env.name}; it has {', '.join(ENVIRONMENTS)}")
+        raise BadInput(f"the panel has no set with the vocabulary of {env.name}; it has {', '.join(ENVIRONMENTS)}")
     return same
 
 
-def play_panel(policy: Policy, params: Any, names: Iterable[str], *, temperature: float = 1.0) -> dict[str, Evaluation]:
-    """Play sets of the panel with a planner, once each task -> its figures by the set's label."""
-    found = {}
+def evaluate_panel(
+    policy: Policy, params: Params, names: Iterable[str], *, temperature: float = 1.0
+) -> dict[str, Evaluation]:
+    """Evaluate a planner on sets of the panel, one trajectory a task -> evaluations by the set's label."""
+    evaluations = {}
     for name in names:
-        one = panel_set(name)
-        rollout: Callable = jax.jit(make_rollout(one.env, policy, temperature=temperature))
-        played = rollout(acting(params), one.tasks, one.keys, one.group)
-        found[one.label] = evaluate_rollout(played, one.env)
-    return found
+        tasks = panel_set(name)
+        rollout: Callable = jax.jit(make_rollout(tasks.env, policy, temperature=temperature))
+        trajectories = rollout(actor_params(params), tasks.tasks, tasks.keys, tasks.group)
+        evaluations[tasks.label] = evaluate_rollout(trajectories, tasks.env)
+    return evaluations
 
 
 def evaluate_run(config: pure.Config, folder: Path) -> tuple[int | None, dict[str, list[Evaluation]]]:
-    """Play a run's start and its best planner -> (the update of the best, by set the figures of both)."""
-    setup = pure.open(config)
+    """Evaluate a run's start and its best planner -> (the update of the best, both evaluations by set)."""
+    setup = pure.build(config)
     names = panel_names(setup.env)
-    session = pure.open_session(pure.PureWork(setup), folder)
-    best, final = session.best_params()
-    session.progress.say(f"playing {len(names)} sets of {TASKS} tasks with the start, and with update {best}")
+    session = pure.open_session(pure.PureTrainable(setup), folder)
+    best, best_params = session.best_params()
+    session.progress.log(f"rolling out {len(names)} sets of {TASKS} tasks with the start, and with update {best}")
     before, after = (
-        play_panel(setup.policy, one, names, temperature=config.temperature) for one in (session.start, final)
+        evaluate_panel(setup.policy, params, names, temperature=config.temperature)
+        for params in (session.start_params, best_params)
     )
     return best, {label: [before[label], after[label]] for label in after}
 
 
-def panel_table(found: dict[str, list[Evaluation]]) -> str:
-    """Tabulate before and after, a line a set."""
+def panel_table(evaluations: dict[str, list[Evaluation]]) -> str:
+    """A table of before and after, with a line for each set."""
     head = f"{'set':36}{'warm start':>28}{'trained':>28}"
     lines = [
-        f"{label:36}" + "".join(f"{f'{x.success:.1%} ({x.success_low:.1%} to {x.success_high:.1%})':>28}" for x in both)
-        for label, both in found.items()
+        f"{label:36}" + "".join(f"{f'{x.success:.1%} ({x.success_low:.1%} to {x.success_high:.1%})':>28}" for x in pair)
+        for label, pair in evaluations.items()
     ]
     return "\n".join([head, *lines])

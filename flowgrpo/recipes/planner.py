@@ -1,9 +1,9 @@
 """The planner of a hosted run: which part of a model is trained, in which type, and what the engine decodes with.
 
-float32                 everything is trained, and served as it is
-bfloat16, float16       float32 masters are trained; a copy of them in this type computes, and is served (F7)
-an adapter              the base stays as it is, in whatever type; a float32 adapter beside it is trained
-... over int8 or nf4    the base's matrices are quantised while they are read; the rest of it, and the cache, is `dtype`
+float32               all parameters are trained, and sent to the engine
+bfloat16, float16     float32 master weights are trained; a copy of them in this type computes, and is sent (F7)
+LoRA                  the base is frozen, in any type; a float32 adapter is trained
+LoRA, int8 or nf4     the base's matrices are quantised as they are read; its other weights and the cache are `dtype`
 """
 
 from collections.abc import Callable
@@ -17,120 +17,131 @@ from jax.sharding import Mesh
 
 from flowgrpo.contracts import Policy
 from flowgrpo.data.chat_templates import read_template
-from flowgrpo.loop import sampled
-from flowgrpo.models.attention_kernels import attention_named
+from flowgrpo.loop import rollout_params
+from flowgrpo.models.attention_kernels import get_kernel
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, load_model
-from flowgrpo.models.lora import Adapted, LoraConfig, adapter_axes, init_adapter, lora_policy
-from flowgrpo.models.trainable import ADAPTER, WHOLE, Trained, cast
+from flowgrpo.models.lora import LoraConfig, LoraParams, adapter_axes, init_adapter, lora_policy
+from flowgrpo.models.trainable import ADAPTER, ALL_PARAMS, TrainableSubset, cast
 from flowgrpo.parallel.offload import DEVICE, DISK, HOST
-from flowgrpo.parallel.sharding import decoder_axes, mesh_of, place_state, settle
+from flowgrpo.parallel.sharding import decoder_axes, place_state, resolve_mesh, shard_policy
 from flowgrpo.recipes.hosted_config import PlannerConfig
 from flowgrpo.recipes.names import WHOLE_BASE
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, Params, PyTree
 
 OFFLOAD = {"none": DEVICE, "host": HOST, "disk": DISK}
-FEW_LAYERS = 4  # of a model whose layers are compiled one after the other
+MAX_UNROLLED_LAYERS = 4  # a model of few layers is compiled without a loop over them: faster, and soon compiled
+
+
+class Planner(NamedTuple):
+    """What is trained, and what the engine decodes with."""
+
+    policy: Policy  # of the update, on its mesh
+    engine_policy: Policy
+    params: Params  # at the start
+    trainable: TrainableSubset
+    compute_dtype: Any  # None: that of the parameters
+    to_engine: Callable[[Params], Params]  # trained parameters -> those of the engine, on its device
+    to_mesh: Callable[[PyTree], PyTree]  # places a tree of parameters on the mesh
 
 
 def lora_of(config: PlannerConfig) -> LoraConfig | None:
-    """The adapter of a run; None where it has none."""
+    """The adapter of a run; None if it trains all parameters."""
     if not config.lora_rank:
         return None
     return LoraConfig(rank=config.lora_rank, alpha=config.lora_alpha, targets=tuple(config.lora_targets.split(",")))
 
 
-def base_kind(config: PlannerConfig) -> str | None:
-    """Name how the base of a run's adapter is quantised; None where it is whole, or where there is none."""
-    return None if config.base == WHOLE_BASE else config.base
+def frozen_base_dtype(config: PlannerConfig) -> str | None:
+    """The quantised type of the weights under an adapter; None if they are not quantised."""
+    return None if config.base_dtype == WHOLE_BASE else config.base_dtype
 
 
-class Planner(NamedTuple):
-    """Parts of a planner: what learns, and what the engine decodes with."""
-
-    policy: Policy  # of the update, on its mesh
-    served: Policy  # of the engine
-    params: Any  # to begin with
-    trained: Trained
-    compute_dtype: Any  # None: that of the parameters
-    serve: Callable[[Any], Any]  # parameters that learn -> those of the engine, on its device
-    place: Callable[[Any], Any]  # what holds parameters -> the same on the mesh
-
-
-def load_start(path: str | Path, config: PlannerConfig) -> Model:
-    """The model that a planner starts as, in the type in which its parameters are kept."""
-    dtype = "float32" if has_masters(config) else config.dtype
-    return load_model(path, dtype=dtype, quantised=base_kind(config), template=template_of(config))
+def has_master_weights(config: PlannerConfig) -> bool:
+    """Whether float32 master weights are trained that compute in another type; a frozen base needs none."""
+    return config.dtype != "float32" and lora_of(config) is None
 
 
 def template_of(config: PlannerConfig) -> str | None:
-    """The chat template that a run's settings give a model; None where it has its own."""
+    """The chat template that the settings give the model; None for its own."""
     return None if config.chat_template is None else read_template(config.chat_template)
 
 
-def frozen(start: Model, config: PlannerConfig) -> Model:
-    """The model as it was at the start, in the type that computes: what other roles speak with."""
-    if not has_masters(config):
+def load_start(path: str | Path, config: PlannerConfig) -> Model:
+    """The planner's start, in the type in which its parameters are trained."""
+    dtype = "float32" if has_master_weights(config) else config.dtype
+    return load_model(path, dtype=dtype, quantised=frozen_base_dtype(config), template=template_of(config))
+
+
+def frozen_start(start: Model, config: PlannerConfig) -> Model:
+    """The planner's start in the type that computes; frozen, it speaks the other roles."""
+    if not has_master_weights(config):
         return start
-    attend = attention_named(config.attention)
-    policy = make_policy(start.config, dtype=config.dtype, unroll=_unrolls(start), apart=True, attend=attend)
+    policy = make_policy(
+        start.config,
+        dtype=config.dtype,
+        unroll=_unroll(start),
+        unstack_on_cpu=True,
+        attend=get_kernel(config.attention),
+    )
     return start._replace(policy=policy, params=cast(start.params, config.dtype))
 
 
-def _unrolls(start: Model) -> bool | int:
-    """Say whether layers are compiled one after the other: of a few that is faster, and takes little longer."""
-    return True if start.config.num_layers <= FEW_LAYERS else 1
-
-
 def check_planner(config: PlannerConfig) -> tuple[LoraConfig | None, Mesh | None]:
-    """Raise `BadInput` where settings of a planner contradict each other; return its adapter and its mesh."""
+    """The adapter and the mesh of a planner; raises `BadInput` if its settings contradict each other."""
     lora, offloads = lora_of(config), config.offload != "none"
     if lora is not None and offloads:
-        raise BadInput("--offload takes away what the base of an adapter is shared with: leave one of them out")
+        raise BadInput("--offload moves the weights that an adapter's base shares: leave out --offload or --lora_rank")
     if lora is not None and config.model is None:
         raise BadInput("--lora_rank needs --model: the small model that is made here has to be trained whole")
-    if lora is None and config.base != WHOLE_BASE:
-        raise BadInput(f"--base={config.base} freezes the weights: give --lora_rank=16 too, for an adapter beside them")
+    if lora is None and config.base_dtype != WHOLE_BASE:
+        raise BadInput(f"--base_dtype={config.base_dtype} freezes the weights: give --lora_rank=16 too, for an adapter")
     if config.mesh is None:
         return lora, None  # one device: an engine decodes on the first
     if offloads:
         raise BadInput("--offload moves the models of one device: leave out --mesh, or --offload")
-    return lora, mesh_of(config.mesh)
+    return lora, resolve_mesh(config.mesh)
 
 
 def make_planner(start: Model, config: PlannerConfig) -> Planner:
     """The planner that starts as this model."""
     lora, mesh = check_planner(config)
     axes: Any = decoder_axes(start.config)
-    policy = make_policy(start.config, unroll=_unrolls(start), apart=config.mesh is None, **computes_in(config))
-    params, trained = start.params, WHOLE
-    if lora is not None:
-        policy = lora_policy(start.config, lora, apart=config.mesh is None, **computes_in(config))
-        params = Adapted(start.params, init_adapter(jax.random.key(config.seed), start.config, lora))
-        axes, trained = Adapted._make((axes, adapter_axes(lora))), ADAPTER
-    compute_dtype = jnp.dtype(config.dtype) if has_masters(config) else None
+    attend, unstack = get_kernel(config.attention), config.mesh is None
+    if lora is None:
+        policy = make_policy(
+            start.config,
+            dtype=config.dtype,
+            remat=config.remat,
+            unroll=_unroll(start),
+            unstack_on_cpu=unstack,
+            attend=attend,
+        )
+        params, trainable = start.params, ALL_PARAMS
+    else:
+        policy = lora_policy(
+            start.config, lora, dtype=config.dtype, remat=config.remat, unstack_on_cpu=unstack, attend=attend
+        )
+        params = LoraParams(start.params, init_adapter(jax.random.key(config.seed), start.config, lora))
+        axes, trainable = LoraParams._make((axes, adapter_axes(lora))), ADAPTER
+    compute_dtype = jnp.dtype(config.dtype) if has_master_weights(config) else None
+
+    def to_engine(params: Params) -> Params:
+        """Parameters in the type that computes; over a mesh, gathered on the first local device."""
+        weights = rollout_params(params, compute_dtype)
+        return weights if mesh is None else jax.device_put(weights, jax.local_devices()[0])
+
     return Planner(
-        policy=settle(policy, mesh, axes),
-        served=policy,
+        policy=shard_policy(policy, mesh, axes),
+        engine_policy=policy,
         params=params,
-        trained=trained,
+        trainable=trainable,
         compute_dtype=compute_dtype,
-        serve=partial(_serve, compute_dtype=compute_dtype, mesh=mesh),
-        place=partial(place_state, mesh=mesh, axes=axes),
+        to_engine=to_engine,
+        to_mesh=partial(place_state, mesh=mesh, axes=axes),
     )
 
 
-def computes_in(config: PlannerConfig) -> dict[str, Any]:
-    """Settings of how a policy computes: its type and attention, and whether layers go again for the gradient."""
-    return {"dtype": config.dtype, "remat": config.remat, "attend": attention_named(config.attention)}
-
-
-def has_masters(config: PlannerConfig) -> bool:
-    """Say whether float32 masters are trained that compute in another type; a base is frozen, and needs none."""
-    return config.dtype != "float32" and lora_of(config) is None
-
-
-def _serve(params: Any, *, compute_dtype: Any, mesh: Mesh | None) -> Any:
-    """Make the parameters that the engine decodes with; over a mesh, gathered on the first local device."""
-    served = sampled(params, compute_dtype)
-    return served if mesh is None else jax.device_put(served, jax.local_devices()[0])
+def _unroll(start: Model) -> bool | int:
+    """`unroll` of `make_policy`."""
+    return True if start.config.num_layers <= MAX_UNROLLED_LAYERS else 1

@@ -1,12 +1,12 @@
-"""Settings of a run on a pure environment: `Config`; `preset` has those that fit an environment and an algorithm."""
+"""Settings of a run on a pure environment: `Config`, and `preset`, which fits them to environment and algorithm."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from flowgrpo.errors import BadInput
-from flowgrpo.recipes.names import ALGORITHMS, BY_IMPORT, ENVIRONMENTS, HARDER
-from flowgrpo.run.config import TrainingConfig, make_config, setting
+from flowgrpo.recipes.names import ALGORITHMS, ENV_IMPORT, ENVIRONMENTS, HARD_VARIANTS
+from flowgrpo.run.config import TrainingConfig, TrainingSettings, make_config, setting
 
 CONTROLS = ("none", "shuffled_rewards", "supervised", "last_turn")
 CRITICS = ("own", "shared")
@@ -16,72 +16,89 @@ CRITICS = ("own", "shared")
 class Config(TrainingConfig):
     """Settings of a run on a pure environment; `preset` has those that fit an environment."""
 
-    env: str = setting("lookup", f"Any of {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}.", "What is run")
-    algorithm: str = setting("flow_grpo", "Member of the family.", "What is run", choices=ALGORITHMS)
+    env: str = setting("lookup", f"Environment: {', '.join(ENVIRONMENTS)}, or {ENV_IMPORT}.", "Run")
+    algorithm: str = setting("flow_grpo", "Algorithm.", "Run", choices=ALGORITHMS)
     teacher: str | None = setting(
-        None, "Of opd: the folder of a run of the same environment, whose best planner teaches.", "What is run"
+        None, "Folder of a run on the same environment whose best planner is the teacher; for opd.", "Run"
     )
     control: str = setting(
         "none",
-        "Shuffle rewards within groups, imitate on, or credit the last turn only.",
-        "What is run",
+        "Control experiment: none, shuffle the rewards within each group, imitate instead of RL (supervised), or give "
+        "the advantage to the last turn only.",
+        "Run",
         choices=CONTROLS,
     )
-    d: int = setting(96, "Width of the planner.", "Sizes", at_least=1)
-    layers: int = setting(3, "Layers of the planner.", "Sizes", at_least=1)
-    head: int = setting(16, "Dimensions of an attention head.", "Sizes", at_least=2)
-    queries: int = setting(32, "Queries of an update.", "Sizes", at_least=1)
-    samples: int = setting(8, "Trajectories of a query.", "Sizes", at_least=2)
+    model_dim: int = setting(96, "Width of the planner (d_model).", "Sizes", at_least=1, was="d")
+    layers: int = setting(3, "Number of layers of the planner.", "Sizes", at_least=1)
+    head_dim: int = setting(16, "Dimension of an attention head.", "Sizes", at_least=2, was="head")
+    queries: int = setting(32, "Number of queries (groups) per update.", "Sizes", at_least=1)
+    samples: int = setting(8, "Number of trajectories per query (group size).", "Sizes", at_least=2)
     oversample: int = setting(
-        1, "Times as many queries are played, of which groups with a signal are kept.", "Sizes", at_least=1
+        1,
+        "Oversampling factor: roll out this many times `queries`, and keep groups with non-zero advantage.",
+        "Sizes",
+        at_least=1,
     )
-    test_tasks: int = setting(1000, "Test tasks of the final table.", "Sizes", at_least=1, may_differ=True)
-    learning_rate: float = setting(1e-3, "Of the reinforcement phase.", "Learning", at_least=0.0)
+    test_tasks: int = setting(1000, "Number of test tasks of the final table.", "Sizes", at_least=1, may_change=True)
+    learning_rate: float = setting(1e-3, "Learning rate of RL.", "Learning", at_least=0.0)
     optimizer: str = setting(
-        "adamw", "Of the planner: AdamW, or Muon for its matrices.", "Learning", choices=("adamw", "muon")
+        "adamw",
+        "Optimizer: adamw, or muon (Muon for matrices, AdamW for the rest).",
+        "Learning",
+        choices=("adamw", "muon"),
     )
-    mini_batches: int = setting(1, "Gradient steps of an epoch.", "Learning", at_least=1)
-    epochs: int = setting(1, "Times that the trajectories of an update are learned from.", "Learning", at_least=1)
-    beta: float = setting(0.0, "Weight of the KL term.", "Learning", at_least=0.0)
-    clip_high: float = setting(0.28, "Upper bound of the ratio, above 1.", "Learning", at_least=0.0)
-    entropy_bonus: float = setting(0.0, "Weight of the entropy.", "Learning")
-    decay: float = setting(
-        0.2, "Share of the learning rate that is left after decay_updates.", "Learning", at_least=0.0, at_most=1.0
+    mini_batches: int = setting(1, "Number of gradient steps per epoch of an update.", "Learning", at_least=1)
+    epochs: int = setting(1, "Number of epochs over the trajectories of an update.", "Learning", at_least=1)
+    beta: float = setting(0.0, "KL coefficient; at 0 the KL is not measured.", "Learning", at_least=0.0)
+    clip_high: float = setting(
+        0.28, "Upper clip width: ratios are clipped at 1 + clip_high; 0: the algorithm's own.", "Learning", at_least=0.0
     )
-    # Not `updates`, so that a run that is made longer goes on as if all updates had been asked for at once.
-    decay_updates: int = setting(150, "Updates in which the learning rate falls.", "Learning", at_least=1)
-    warm_steps: int = setting(400, "Steps of imitation at most.", "Learning", at_least=1)
-    warm_rate: float = setting(3e-3, "Learning rate of the imitation.", "Learning", at_least=0.0)
-    warm_rows: int = setting(64, "Demonstrations of a step of imitation.", "Learning", at_least=1)
+    entropy_bonus: float = setting(0.0, "Entropy coefficient; 0: no bonus.", "Learning")
+    decay_to: float = setting(
+        0.2,
+        "Fraction of the learning rate that is left after decay_updates; 1: constant.",
+        "Learning",
+        at_least=0.0,
+        at_most=1.0,
+        was="decay",
+    )
+    # Not `updates`, so that a run that is resumed with more updates equals one that had them from the start.
+    decay_updates: int = setting(150, "Number of updates over which the learning rate decays.", "Learning", at_least=1)
+    warm_steps: int = setting(400, "Maximum number of imitation steps before RL.", "Learning", at_least=1)
+    warm_rate: float = setting(3e-3, "Learning rate of imitation.", "Learning", at_least=0.0)
+    warm_rows: int = setting(64, "Number of demonstrations per imitation step.", "Learning", at_least=1)
     critic: str = setting(
-        "own", "Of ppo: a network of its own, or a head on the policy's.", "Learning", choices=CRITICS
+        "own",
+        "Critic of ppo: own (a network of its own), or shared (a value head on the policy's trunk).",
+        "Learning",
+        choices=CRITICS,
     )
-    critic_rate: float = setting(1e-3, "Of ppo: learning rate of the critic.", "Learning", at_least=0.0)
-    gamma: float = setting(1.0, "Of ppo: discount of a later reward.", "Learning", at_least=0.0, at_most=1.0)
-    lam: float = setting(0.95, "Of ppo: GAE's λ.", "Learning", at_least=0.0, at_most=1.0)
-    temperature: float = setting(1.0, "Of the planner's words.", "Sampling", at_least=0.0)
+    critic_rate: float = setting(1e-3, "Learning rate of ppo's critic.", "Learning", at_least=0.0)
+    gamma: float = setting(1.0, "Discount factor of ppo.", "Learning", at_least=0.0, at_most=1.0)
+    lam: float = setting(0.95, "GAE lambda of ppo.", "Learning", at_least=0.0, at_most=1.0)
+    temperature: float = setting(1.0, "Sampling temperature of the planner; 0: greedy.", "Sampling", at_least=0.0)
     mesh: str | None = setting(
-        None, "How devices are arranged, such as data=2,fsdp=4; all as data by default.", "Devices and memory"
+        None, "Device mesh, such as data=2,fsdp=4; all devices as data by default.", "Devices and memory"
     )
 
     @classmethod
     def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that fit the environment and the algorithm."""
-        plain = super().defaults(chosen)
-        env, algorithm = (str(chosen.get(name, plain[name])) for name in ("env", "algorithm"))
+        """Defaults that fit the environment and the algorithm."""
+        defaults = super().defaults(chosen)
+        env, algorithm = (str(chosen.get(name, defaults[name])) for name in ("env", "algorithm"))
         if env not in ENVIRONMENTS and ":" not in env:
-            raise BadInput(f"environment {env!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}")
-        like = env if env in PRESETS else HARDER.get(env, env)
-        fit = PRESETS.get(like, OUTSIDE) | BY_ALGORITHM.get(algorithm, {}) | BY_BOTH.get((env, algorithm), {})
-        return plain | fit
+            raise BadInput(f"environment {env!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {ENV_IMPORT}")
+        family = env if env in PRESETS else HARD_VARIANTS.get(env, env)
+        for_env = PRESETS.get(family, IMPORTED)
+        return defaults | for_env | BY_ALGORITHM.get(algorithm, {}) | BY_BOTH.get((env, algorithm), {})
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "lookup": {"updates": 120, "decay_updates": 120, "learning_rate": 5e-4, "mini_batches": 4},
-    "lookup_hard": {},  # one step an update, as the studies on it have
+    "lookup_hard": {},  # one gradient step per update, as in the studies on it
     "arithmetic": {
         "layers": 4,
-        "head": 32,
+        "head_dim": 32,
         "updates": 400,
         "learning_rate": 4e-4,
         "mini_batches": 4,
@@ -89,10 +106,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "warm_steps": 1500,
         "warm_rows": 32,
     },
-    "maze": {"d": 64, "layers": 2, "learning_rate": 5e-4, "mini_batches": 4, "warm_steps": 600},
+    "maze": {"model_dim": 64, "layers": 2, "learning_rate": 5e-4, "mini_batches": 4, "warm_steps": 600},
 }
-OUTSIDE: dict[str, Any] = {"d": 64, "layers": 2, "decay": 1.0, "decay_updates": 200, "warm_steps": 600}  # nobody tuned
-# What fits an algorithm where that differs from what fits Flow-GRPO; and what fits it in one environment.
+IMPORTED: dict[str, Any] = {
+    "model_dim": 64,
+    "layers": 2,
+    "decay_to": 1.0,
+    "decay_updates": 200,
+    "warm_steps": 600,
+}  # not tuned
+# Settings of an algorithm where they differ from those of Flow-GRPO; then those of an algorithm in one environment.
 BY_ALGORITHM: dict[str, dict[str, Any]] = {
     "ppo": {"mini_batches": 4, "learning_rate": 5e-4, "clip_high": 0.2},
     "dpo": {"beta": 0.1, "epochs": 2, "mini_batches": 1},
@@ -103,6 +126,36 @@ BY_BOTH: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
-def preset(env: str = "lookup", algorithm: str = "flow_grpo", **chosen: Any) -> Config:
-    """The settings that fit an environment and an algorithm, with what was chosen in their place."""
-    return make_config(Config, chosen | {"env": env, "algorithm": algorithm})
+class Settings(TrainingSettings, total=False):
+    """Settings of a run on a pure environment, but for `env` and `algorithm`, as keyword arguments of `preset`."""
+
+    teacher: str | None
+    model_dim: int
+    layers: int
+    head_dim: int
+    queries: int
+    samples: int
+    oversample: int
+    test_tasks: int
+    learning_rate: float
+    optimizer: str
+    mini_batches: int
+    epochs: int
+    beta: float
+    clip_high: float
+    entropy_bonus: float
+    decay_to: float
+    decay_updates: int
+    warm_rate: float
+    warm_rows: int
+    critic: str
+    critic_rate: float
+    gamma: float
+    lam: float
+    temperature: float
+    mesh: str | None
+
+
+def preset(env: str = "lookup", algorithm: str = "flow_grpo", **settings: Unpack[Settings]) -> Config:
+    """A Config with these settings; the others fit the environment and the algorithm."""
+    return make_config(Config, {**settings, "env": env, "algorithm": algorithm})

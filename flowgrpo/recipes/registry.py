@@ -1,7 +1,7 @@
-"""Names of members for flags: a dict from name to constructor for each family, and what `MODULE:NAME` imports.
+"""Constructors by name, for flags: algorithms, environments, optimizers, rewards, and what `MODULE:NAME` imports.
 
-`make_algorithm`, `make_env`, `make_tool` and `make_reward` build a member by its name; `DOMAINS` has the reward of each
-domain, and `route` the router over all of them.
+`make_algorithm`, `make_env`, `make_tool` and `make_reward` make one by its name; `DOMAINS` has the reward of each
+domain, and `route_by_domain` is the reward that routes each task to that of its domain.
 """
 
 import inspect
@@ -17,11 +17,11 @@ import flowgrpo as fg
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Reward
 from flowgrpo.envs.arithmetic import DECEPTIVE
-from flowgrpo.files import failure, import_named, pip_install
+from flowgrpo.files import describe_error, import_named, pip_install
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import make_optimizer, scale_by_adafactor
 from flowgrpo.recipes import names
-from flowgrpo.recipes.names import BY_IMPORT
+from flowgrpo.recipes.names import ENV_IMPORT
 from flowgrpo.rewards.answers import symbolic
 from flowgrpo.rewards.answers.game24 import game24
 from flowgrpo.rewards.answers.match import answer
@@ -42,7 +42,7 @@ ENVIRONMENTS: dict[str, Callable[..., fg.Env]] = {
     "lookup": fg.lookup,
     "arithmetic": fg.arithmetic,
     "maze": fg.maze,
-    # Of these no planner here makes everything right, so that arms of a study can differ.
+    # No planner here solves all tasks of these, so that the arms of a study can differ.
     "lookup_hard": partial(fg.lookup, hops=(2, 2), relations=8, tools=8),
     "arithmetic_hard": partial(fg.arithmetic, turns=9, flaws=DECEPTIVE),
     "maze_hard": partial(fg.maze, width=5, turns=20),
@@ -50,48 +50,51 @@ ENVIRONMENTS: dict[str, Callable[..., fg.Env]] = {
 
 
 def make_tool(name: str) -> fg.Tool:
-    """The tool that `MODULE:NAME` names: a `fg.Tool`, or a function with types and a docstring."""
-    found = import_named(name, "tool")
-    if isinstance(found, fg.Tool):
-        return found
-    if not inspect.isfunction(found):
-        raise fg.BadInput(f"tool {name!r} is {found!r:.80}: name a function with types and a docstring, or a fg.Tool")
-    return fg.tool(found)
+    """The tool that `MODULE:NAME` names: an `fg.Tool`, or a function with types and a docstring."""
+    value = import_named(name, "tool")
+    if isinstance(value, fg.Tool):
+        return value
+    if not inspect.isfunction(value):
+        raise fg.BadInput(f"tool {name!r} is {value!r:.80}: name a function with types and a docstring, or an fg.Tool")
+    return fg.tool(value)
 
 
 def make_reward(name: str, task: fg.Task) -> fg.Reward:
-    """The reward of `MODULE:NAME`: a `fg.Reward`, or a function (task, answer) -> fg.Scored, tried on a task."""
-    found = import_named(name, "reward")
-    reward = found if isinstance(found, fg.Reward) else fg.Reward(found)
+    """The reward that `MODULE:NAME` names: an `fg.Reward`, or a function (task, answer) -> fg.RewardResult.
+
+    It is called once, for `task` and an empty answer, so that an error shows before training.
+    """
+    value = import_named(name, "reward")
+    reward = value if isinstance(value, fg.Reward) else fg.Reward(value)
     try:
-        said: Any = reward.score(task, "")
-    except (Exception, SystemExit) as error:  # a function of the user's
-        said = error
-    if not isinstance(said, fg.Scored):
+        result: Any = reward.score(task, "")
+    except (Exception, SystemExit) as error:  # the user's code
+        result = error
+    if not isinstance(result, fg.RewardResult):
         raise fg.BadInput(
-            f"reward {name!r} came to {said!r:.200} for task {task.id!r} and an empty answer: name a function "
-            "(task, answer) that returns fg.Scored(value), or fg.Scored(None, reason) where it can't judge"
+            f"reward {name!r} came to {result!r:.200} for task {task.id!r} and an empty answer: name a function "
+            "(task, answer) that returns fg.RewardResult(value), or fg.RewardResult(None, reason) if it cannot judge"
         )
     return reward
 
 
 def make_env(name: str) -> fg.Env:
-    """The environment of that name, or what `module:function` gives; the module may lie in the current folder."""
+    """The environment of that name, or what `MODULE:FUNCTION` returns; the module may be in the current folder."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]()
     if ":" not in name:
-        raise fg.BadInput(f"environment {name!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {BY_IMPORT}")
+        raise fg.BadInput(f"environment {name!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {ENV_IMPORT}")
     constructor = import_named(name, "environment")
     try:
         env = constructor() if callable(constructor) else constructor
-    except (Exception, SystemExit) as error:  # a function of the user's
-        raise fg.BadInput(f"environment {name!r} can't be made: {failure(error)}; give {BY_IMPORT}") from None
+    except (Exception, SystemExit) as error:  # the user's code
+        raise fg.BadInput(f"environment {name!r} can't be made: {describe_error(error)}; give {ENV_IMPORT}") from None
     if not isinstance(env, fg.Env):
-        raise fg.BadInput(f"environment {name!r} gave {env!r:.80}, which is no fg.Env: give {BY_IMPORT}")
+        raise fg.BadInput(f"environment {name!r} gave {env!r:.80}, which is no fg.Env: give {ENV_IMPORT}")
     return env
 
 
-OWN_CLIP = ("gspo", "cispo", "flow_grpo_released")  # whose bounds are of another kind than a preset's
+OWN_CLIP = ("gspo", "cispo", "flow_grpo_released")  # their clip widths are on another scale than --clip_high
 UNCLIPPED = ("rloo", "kimi", "dpo", "opd")
 WITHOUT_BETA = ("kimi", "opd")
 
@@ -104,9 +107,19 @@ def make_algorithm(
     max_tokens: int,
     entropy_bonus: float = 0.0,
     correction: Correction | None = None,
-    **more: float,
+    gamma: float = 1.0,
+    lam: float = 0.95,
 ) -> fg.Algorithm:
-    """The member of that name with what a preset says, as far as it has such a setting; `more` is for ppo."""
+    """The algorithm of that name, with those of these settings that it has.
+
+    Args:
+        beta: KL coefficient.
+        clip_high: upper clip width; 0: the algorithm's own.
+        max_tokens: largest number of tokens of a trajectory, by which Dr. GRPO divides.
+        entropy_bonus: entropy coefficient.
+        correction: importance weights for tokens of other weights or another engine.
+        gamma, lam: discount factor and GAE lambda of ppo.
+    """
     if name not in ALGORITHMS:
         raise fg.BadInput(f"algorithm {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
     options: dict[str, Any] = {} if name in WITHOUT_BETA else {"beta": beta}
@@ -114,78 +127,90 @@ def make_algorithm(
     options |= {"clip_high": clip_high} if clip_high and name not in (*OWN_CLIP, *UNCLIPPED) else {}
     options |= {"entropy_bonus": entropy_bonus} if entropy_bonus else {}
     options |= {"max_tokens": max_tokens} if name == "dr_grpo" else {}
-    return ALGORITHMS[name](**options, **(more if name == "ppo" else {}))
+    options |= {"gamma": gamma, "lam": lam} if name == "ppo" else {}
+    return ALGORITHMS[name](**options)
 
 
-OPTIMIZERS = {  # what stands in the place of AdamW's moments
+OPTIMIZERS = {  # replacements of `optax.scale_by_adam`
     "adamw": optax.scale_by_adam,
     "adamw8bit": scale_by_adam_8bit,
     "adafactor": scale_by_adafactor,
 }
 
 
-def base_of(name: str) -> optax.GradientTransformation:
-    """The optimizer of that name, without rate and schedule."""
+def make_base_optimizer(name: str) -> optax.GradientTransformation:
+    """The gradient transformation of that name, without learning rate and schedule."""
     if name not in OPTIMIZERS:
         raise fg.BadInput(f"optimizer {name!r} is unknown; choose from {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]()
 
 
-def falling_optimizer(rate: float, steps: int, share: float, **kind: Any) -> optax.GradientTransformation:
-    """An optimizer whose rate falls within so many steps to a share of it; a share of 1 leaves it as it is."""
-    fall = {"decay_steps": steps, "final_share": share} if share < 1 else {}
-    return make_optimizer(learning_rate=rate, **fall, **kind)
+def decayed_adamw(
+    rate: float,
+    steps: int,
+    decay_to: float,
+    *,
+    base: optax.GradientTransformation | None = None,
+    matrices: Mapping[str, Any] | None = None,
+) -> optax.GradientTransformation:
+    """AdamW whose learning rate decays within `steps` gradient steps to `decay_to` times itself; at 1 it is constant.
+
+    `base` replaces Adam; `matrices` are trained by Muon (see `make_optimizer`).
+    """
+    if decay_to >= 1:
+        return make_optimizer(learning_rate=rate, base=base, matrices=matrices)
+    return make_optimizer(learning_rate=rate, decay_steps=steps, final_fraction=decay_to, base=base, matrices=matrices)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Means:
-    """Sandbox, time limit and tolerance that rewards are made with."""
+class RewardContext:
+    """What rewards are made with: sandbox, time limit and numeric tolerance."""
 
     sandbox: Sandbox
-    seconds: float = 5.0  # of one check
-    tolerance: float | None = None  # relative, of numbers; None: as each reward has it
+    seconds: float = 5.0  # limit of one check
+    tolerance: float | None = None  # relative, of numbers; None: each reward's own
 
     @property
-    def close(self):
-        """Say how near a number must be to the gold answer."""
+    def close(self) -> Callable[..., bool]:
+        """Whether a number is close enough to the gold answer."""
         return rounded if self.tolerance is None else within(relative=self.tolerance, absolute=self.tolerance)
 
 
-class Domain(NamedTuple):
-    """A reward of a domain, the modules that its sandbox preloads, and the extra that it needs."""
+class TaskDomain(NamedTuple):
+    """The reward of a domain, the modules that its sandbox preloads, and the extra that it needs."""
 
-    make: Callable[[Means], Reward]
+    make: Callable[[RewardContext], Reward]
     preload: tuple[str, ...] = ()
-    needs: str = ""  # a module that isn't among the dependencies
+    needs: str = ""  # a module that is not among the dependencies
     extra: str = ""
 
 
-def _code(means: Means) -> Reward:
-    limits = Limits(seconds=means.seconds)
-    return code(means.sandbox, limits=limits, tolerance=1e-6 if means.tolerance is None else means.tolerance)
+def _code(context: RewardContext) -> Reward:
+    limits = Limits(seconds=context.seconds)
+    return code(context.sandbox, limits=limits, tolerance=1e-6 if context.tolerance is None else context.tolerance)
 
 
-def _mathematics(means: Means) -> Reward:
-    return symbolic.mathematics(means.sandbox.call, seconds=means.seconds, close=means.close)
+def _mathematics(context: RewardContext) -> Reward:
+    return symbolic.mathematics(context.sandbox.call, seconds=context.seconds, close=context.close)
 
 
-_MATH = Domain(_mathematics, symbolic.PRELOAD, "math_verify", "math")
+_MATH = TaskDomain(_mathematics, symbolic.PRELOAD, "math_verify", "math")
 
-DOMAINS: Mapping[str, Domain] = {
-    "answer": Domain(lambda means: answer(close=means.close)),
+DOMAINS: Mapping[str, TaskDomain] = {
+    "answer": TaskDomain(lambda context: answer(close=context.close)),
     "math": _MATH,
     "mathematics": _MATH,
-    "k12": Domain(lambda means: school(close=means.close)),
-    "game24": Domain(lambda _: game24()),
-    "reverse_text": Domain(lambda _: similarity()),
-    "alphabet_sort": Domain(lambda _: similarity(power=4.0, spell=plain_list)),
-    "code": Domain(_code),
-    "vision": Domain(lambda _: box_iou()),
-    "point": Domain(lambda _: point_in_box()),
-    "count": Domain(lambda _: count_match()),
-    "drawing": Domain(lambda _: drawing_reward()),
-    "reasoning_gym": Domain(
-        lambda means: reasoning(means.sandbox.call, seconds=means.seconds),
+    "k12": TaskDomain(lambda context: school(close=context.close)),
+    "game24": TaskDomain(lambda _: game24()),
+    "reverse_text": TaskDomain(lambda _: similarity()),
+    "alphabet_sort": TaskDomain(lambda _: similarity(power=4.0, spell=plain_list)),
+    "code": TaskDomain(_code),
+    "vision": TaskDomain(lambda _: box_iou()),
+    "point": TaskDomain(lambda _: point_in_box()),
+    "count": TaskDomain(lambda _: count_match()),
+    "drawing": TaskDomain(lambda _: drawing_reward()),
+    "reasoning_gym": TaskDomain(
+        lambda context: reasoning(context.sandbox.call, seconds=context.seconds),
         REASONING_GYM,
         "reasoning_gym",
         "reasoning_gym",
@@ -193,36 +218,36 @@ DOMAINS: Mapping[str, Domain] = {
 }
 
 
-def preload(names: Collection[str]) -> tuple[str, ...]:
-    """The modules that a sandbox for some domains preloads; raises where an extra is missing."""
-    used = [DOMAINS[name] for name in DOMAINS if name in names]
-    for domain in used:
-        if missing := _missing(domain):
-            raise fg.BadInput(missing)
-    return tuple(dict.fromkeys(module for domain in used for module in domain.preload))
+def modules_to_preload(names: Collection[str]) -> tuple[str, ...]:
+    """The modules that a sandbox for these domains preloads; raises `BadInput` if an extra is missing."""
+    domains = [DOMAINS[name] for name in DOMAINS if name in names]
+    for domain in domains:
+        if message := _missing_extra(domain):
+            raise fg.BadInput(message)
+    return tuple(dict.fromkeys(module for domain in domains for module in domain.preload))
 
 
-def _missing(domain: Domain) -> str:
-    """What to install before tasks of a domain can be judged; "" where everything is here."""
+def _missing_extra(domain: TaskDomain) -> str:
+    """What to install before tasks of a domain can be judged; "" if nothing is missing."""
     if not domain.needs or find_spec(domain.needs) is not None:
         return ""
     return f"judging these tasks needs {domain.needs}: {pip_install(domain.extra)}"
 
 
-def route(means: Means, *, default: str | None = None) -> Reward:
-    """The router over all domains; tasks of a domain that isn't known go to the reward of `default`.
+def route_by_domain(context: RewardContext, *, default: str | None = None) -> Reward:
+    """The reward that judges each task by its domain; `default` names the domain for tasks of an unknown one.
 
-    The domains whose extra is missing are in the way of no other: they raise where a task of theirs is to be judged.
+    A domain whose extra is missing raises only when one of its tasks is to be judged.
     """
 
-    def make(domain: Domain) -> Reward:
-        if not (missing := _missing(domain)):
-            return domain.make(means)
+    def make(domain: TaskDomain) -> Reward:
+        if not (message := _missing_extra(domain)):
+            return domain.make(context)
 
-        def score(_task: fg.Task, _output: str) -> fg.Scored:
-            raise fg.BadInput(missing)
+        def refuse(_task: fg.Task, _output: str) -> fg.RewardResult:
+            raise fg.BadInput(message)
 
-        return Reward(score)
+        return Reward(refuse)
 
-    made = {name: make(domain) for name, domain in DOMAINS.items()}
-    return router(made, default=made[default] if default else None)
+    rewards = {name: make(domain) for name, domain in DOMAINS.items()}
+    return router(rewards, default=rewards[default] if default else None)

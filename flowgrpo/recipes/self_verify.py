@@ -1,16 +1,17 @@
-"""The recipe of self-verification: a model is paid by its own frozen start, asked whether its answer is correct.
+"""The recipe of self-verification: a model's reward is its own frozen start, asked whether an answer is correct.
 
     result = train(preset(updates=40), "runs/self")
 
-The reward of an answer is the judge's P("Yes"). Whether the answer is right is found by a matcher, which training never
-sees, and recorded as `correct`. The gap is mean P("Yes") less the true accuracy: where training raises the reward and
-leaves the truth behind it grows, and `report.health` warns that the judge is being hacked. `figures`, `comparison` and
-`draw_curves` show both side by side.
+The outcome of an answer is the judge's P("Yes"). A matcher, which training never sees, finds out whether the answer is
+right, which is recorded as `correct`. The gap is mean P("Yes") minus the true accuracy: if training raises the outcome
+and not the accuracy, it grows, and `report.health` warns that the judge is being hacked. `evaluate_answers`,
+`comparison_table` and `draw_curves` show both side by side.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import flowgrpo as fg
-from flowgrpo.agent.single_turn import question
-from flowgrpo.contracts import Reward, Scored
+from flowgrpo.agent.single_turn import single_turn
+from flowgrpo.contracts import Reward, RewardResult
 from flowgrpo.data.task_files import parse_fields, read_tasks
 from flowgrpo.evaluation.metrics import Evaluation
 from flowgrpo.learner.loss_scale import optimizer_for
@@ -30,60 +31,62 @@ from flowgrpo.recipes import registry, self_verify_tasks
 from flowgrpo.recipes.hosted import (
     Draw,
     HostedSetup,
-    do_nothing,
     draw_from,
-    examine,
+    evaluate_trajectories,
     make_engine,
-    make_residency,
-    played_metrics,
-    record,
+    make_offloader,
+    roll_out_split,
     sizes_of,
+    write_trajectories,
 )
-from flowgrpo.recipes.hosted_training import HostedWork, exam_key, train_hosted
-from flowgrpo.recipes.planner import check_planner, frozen, load_start, make_planner, template_of
-from flowgrpo.recipes.registry import base_of
+from flowgrpo.recipes.hosted_training import HostedTrainable, eval_key, train_hosted
+from flowgrpo.recipes.planner import check_planner, frozen_start, load_start, make_planner, template_of
+from flowgrpo.recipes.registry import make_base_optimizer
 from flowgrpo.recipes.self_verify_tasks import Config
 from flowgrpo.recipes.self_verify_tasks import preset as preset
 from flowgrpo.report.metrics import METRICS, read_metrics
-from flowgrpo.report.plots import COLOURS, CURVES, curve, over_updates, save
+from flowgrpo.report.plots import COLOURS, CURVES, curve, label_updates, save_figure
 from flowgrpo.rewards.answers.match import answer
-from flowgrpo.rewards.combine import CHECK, second_check
-from flowgrpo.rewards.judge import LENGTHS, ask_alone, make_next_logp, verifier_probability
+from flowgrpo.rewards.combine import SECOND_CHECK, second_check
+from flowgrpo.rewards.judge import PADDED_LENGTHS, ask_without_gold, make_next_logp, verifier_probability
 from flowgrpo.rollout.effects import no_effects
-from flowgrpo.rollout.records import Played
+from flowgrpo.rollout.records import RecordedTrajectory
 from flowgrpo.run.run_dir import START
-from flowgrpo.run.session import Session, Tested, Validation, validation_of
-from flowgrpo.run.time_budget import ENDLESS, TimeBudget
+from flowgrpo.run.session import Session, TestReport, Validation, validation_of
+from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.run.warm_start import no_warm_start
 from flowgrpo.sandbox import Sandbox
-from flowgrpo.types import BadInput
+from flowgrpo.types import BadInput, Params
 
 NAME = "self_verify"
-BRIEF = 'Answer the question. Put the final answer last, after "Answer:".'  # what a given model is told
-SHORT = 32  # tokens that hold a prompt of the small model's judge
+INSTRUCTIONS = 'Answer the question. Put the final answer last, after "Answer:".'  # of a given model
+SHORT_PROMPT = 32  # tokens that hold a prompt of the small model's judge
 
 
 @contextmanager
-def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothing) -> Iterator[HostedSetup]:
-    """The parts that these settings describe; engine and sandbox live as long as the block.
+def build(config: Config, folder: Path, *, on_ready: Callable[[], object] | None = None) -> Iterator[HostedSetup]:
+    """The parts that these settings describe; engine and sandbox are closed with the block.
 
-    `begin` is called when everything that is named was found, and before anything is written.
+    `on_ready` is called when everything that the settings name was found, before anything is written.
     """
     check_planner(config)
     with ExitStack() as stack:
         if config.model is not None:
             check_model(config.model, template_of(config))
-        draw, check = _tasks_and_check(config, stack)
-        begin()
+        draw, matcher = _tasks_and_matcher(config, stack)
+        if on_ready is not None:
+            on_ready()
         if config.model is None:
-            self_verify_tasks.make_start(folder, config)
+            self_verify_tasks.make_start_model(folder, config)
         start = load_start(config.model or folder / START, config)
-        planner, model = make_planner(start, config), frozen(start, config)
-        residency = stack.enter_context(make_residency(config, folder))
-        residency.hold("judge", model.params)
-        served = start._replace(policy=planner.served, params=planner.serve(jax.tree.map(jnp.copy, planner.params)))
-        instructions = BRIEF if config.tasks is not None else ""
-        env = question(model.text, max_tokens=config.max_tokens, instructions=instructions)
+        planner, judge = make_planner(start, config), frozen_start(start, config)
+        offloader = stack.enter_context(make_offloader(config, folder))
+        offloader.put("judge", judge.params)
+        # Copied, since the engine, the judge and the update must not share arrays that one of them gives up.
+        engine_params = planner.to_engine(jax.tree.map(jnp.copy, planner.params))
+        for_engine = start._replace(policy=planner.engine_policy, params=engine_params)
+        instructions = INSTRUCTIONS if config.tasks is not None else ""
+        env = single_turn(judge.tokenizer, max_tokens=config.max_tokens, instructions=instructions)
         yield HostedSetup(
             name="self_verify",
             config=config,
@@ -91,91 +94,87 @@ def open(config: Config, folder: Path, *, begin: Callable[[], object] = do_nothi
             model=start,
             planner=planner,
             env=env,
-            exam_env=env,
-            engine=stack.enter_context(make_engine(served, config)),
-            do=no_effects,
-            residency=residency,
-            reward=yes_probability(model, check, lambda: residency["judge"]),
+            eval_env=env,
+            engine=stack.enter_context(make_engine(for_engine, config)),
+            call_tool=no_effects,
+            offloader=offloader,
+            reward=yes_probability(judge, matcher, lambda: offloader["judge"]),
             tasks=draw,
             algorithm=fg.flow_grpo(beta=config.beta, clip_high=config.clip_high),
             optimizer=optimizer_for(
-                config.dtype, make_optimizer(learning_rate=config.learning_rate, base=base_of(config.optimizer))
+                config.dtype,
+                make_optimizer(learning_rate=config.learning_rate, base=make_base_optimizer(config.optimizer)),
             ),
             sizes=sizes_of(config, planner),
             warm_start=lambda _: no_warm_start(jax.tree.map(jnp.copy, planner.params)),
-            story=lambda _, played: verdict_story(played),
-            solved=is_right,
+            format_trajectory=lambda _, trajectory: format_verdict(trajectory),
+            is_solved=is_right,
         )
 
 
-def yes_probability(model: Model, check: Reward, params: Any) -> Reward:
-    """P("Yes") under these parameters, or those that they give, with what the matcher says beside it."""
-    next_logp = make_next_logp(model.policy, params, lengths=(SHORT, *LENGTHS))
-    return second_check(verifier_probability(model.text, next_logp, ask=ask_alone), check)
+def yes_probability(model: Model, matcher: Reward, params: Any) -> Reward:
+    """P("Yes") under these parameters, or those that they return, with the matcher's result as a second check."""
+    next_logp = make_next_logp(model.policy, params, lengths=(SHORT_PROMPT, *PADDED_LENGTHS))
+    return second_check(verifier_probability(model.tokenizer, next_logp, ask=ask_without_gold), matcher)
 
 
-def is_right(scored: Scored) -> bool:
-    """Say whether the matcher found the answer right, whatever the judge said."""
-    return scored.parts.get(CHECK, 0.0) >= 1 - 1e-6
+def is_right(result: RewardResult) -> bool:
+    """Whether the matcher found the answer right, whatever the judge said."""
+    return result.parts.get(SECOND_CHECK, 0.0) >= 1 - 1e-6
 
 
-def verdict_story(played: Played) -> str:
-    """A question with its answer and both verdicts."""
-    scored = played.scored
-    said = "none" if scored is None or scored.value is None else f"{scored.value:.2f}"
-    verdict = "right" if played.correct else f"wrong, should be {' or '.join(played.task.answers)}"
-    return f"    {played.task.query}\n    > {played.output}\n    P(Yes) {said}, {verdict}"
+def format_verdict(trajectory: RecordedTrajectory) -> str:
+    """A question with its answer, the judge's P("Yes") and the matcher's verdict."""
+    result = trajectory.reward_result
+    yes = "none" if result is None or result.value is None else f"{result.value:.2f}"
+    verdict = "right" if trajectory.correct else f"wrong, should be {' or '.join(trajectory.task.answers)}"
+    return f"    {trajectory.task.query}\n    > {trajectory.output}\n    P(Yes) {yes}, {verdict}"
 
 
-# Tasks --------------------------------------------------------------------------------------------------
-
-
-def _tasks_and_check(config: Config, stack: ExitStack) -> tuple[Draw, Reward]:
-    """`tasks(split, first, count)`, and the matcher that finds out whether an answer is right."""
+def _tasks_and_matcher(config: Config, stack: ExitStack) -> tuple[Draw, Reward]:
+    """`draw(split, first, count)`, and the matcher, which is that of each domain, or else the plain one."""
     seed = config.seed
     if config.tasks is None:
         return lambda split, first, count: self_verify_tasks.make_questions(seed, split, first, count), answer()
-    fields = parse_fields(list(config.fields))
-    read = read_tasks(config.tasks, fields=fields, domain=config.domain)
-    for task in read:
+    tasks = read_tasks(config.tasks, fields=parse_fields(list(config.fields)), domain=config.domain)
+    for task in tasks:
         if not task.answers:
-            raise BadInput(f"{read.source}: task {task.id!r} has no answer, so what is right is not known: give it one")
-    return draw_from(read, seed), _check({task.domain for task in read}, stack)
+            raise BadInput(f"{tasks.source}: task {task.id!r} has no answer to compare with: give it one")
+    domains = {task.domain for task in tasks}
+    if not domains & set(registry.DOMAINS):
+        return draw_from(tasks, seed), answer()
+    sandbox = stack.enter_context(Sandbox(preload=registry.modules_to_preload(domains)))
+    return draw_from(tasks, seed), registry.route_by_domain(registry.RewardContext(sandbox=sandbox), default="answer")
 
 
-def _check(names: set[str], stack: ExitStack) -> Reward:
-    """The matcher of each domain that has one of its own, and the plain one for others."""
-    if not names & set(registry.DOMAINS):
-        return answer()
-    sandbox = stack.enter_context(Sandbox(preload=registry.preload(names)))
-    return registry.route(registry.Means(sandbox=sandbox), default="answer")
-
+# Evaluation ---------------------------------------------------------------------------------------------
 
 BINS = 10  # of P("Yes"), for its calibration
-Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified(Evaluation):
-    """An evaluation by what is right, with what the judge said of the same answers."""
+class JudgedEvaluation(Evaluation):
+    """An evaluation by the matcher, with the judge's on the same answers."""
 
     outcome: float  # mean P("Yes")
-    gap: float  # of that to the share of the same answers that is right
-    judge_right: float  # share of verdicts that are right, where 1/2 and above is Yes
+    gap: float  # outcome minus the accuracy of the same answers
+    judge_right: float  # fraction of right verdicts, where P("Yes") >= 1/2 is Yes
     calibration_error: float  # expected, over ten bins of P("Yes")
 
 
-def figures(played: Sequence[Played]) -> Verified:
-    """The figures of one answer to each question, over the answers that the judge has judged."""
-    valid = [one for one in played if one.outcome is not None]
-    if not valid:
-        why = next((one.scored.reason for one in played if one.scored is not None), "none was asked for")
-        raise BadInput(f"the judge has judged none of {len(played)} answers ({why}): give a model that says Yes or No")
-    plain = played_metrics(played, ())
-    yes_n = np.array([one.outcome for one in valid], np.float64)
-    right_n = np.array([one.correct for one in valid])
-    return Verified(
-        **vars(plain),
+def evaluate_answers(trajectories: Sequence[RecordedTrajectory]) -> JudgedEvaluation:
+    """Evaluate one answer to each question, over the answers that the judge has judged."""
+    judged = [trajectory for trajectory in trajectories if trajectory.outcome is not None]
+    if not judged:
+        results = [trajectory.reward_result for trajectory in trajectories]
+        reason = next((result.reason for result in results if result is not None), "none was asked for")
+        raise BadInput(
+            f"the judge has judged none of {len(trajectories)} answers ({reason}): give a model that says Yes or No"
+        )
+    yes_n = np.array([trajectory.outcome for trajectory in judged], np.float64)
+    right_n = np.array([trajectory.correct for trajectory in judged])
+    return JudgedEvaluation(
+        **vars(evaluate_trajectories(trajectories, ())),
         outcome=float(yes_n.mean()),
         gap=float(yes_n.mean() - right_n.mean()),
         judge_right=float(((yes_n >= 0.5) == right_n).mean()),
@@ -184,18 +183,15 @@ def figures(played: Sequence[Played]) -> Verified:
 
 
 def calibration_error(yes_n: np.ndarray, right_n: np.ndarray) -> float:
-    """Say how far P("Yes") lies from the share that is right, within bins of equal width, weighed by their size."""
+    """Expected calibration error (Guo et al., 2017): |P("Yes") - accuracy| in bins of equal width, by their size."""
     bin_n = np.minimum((yes_n * BINS).astype(int), BINS - 1)
     gaps = [abs(yes_n[bin_n == i].sum() - right_n[bin_n == i].sum()) for i in range(BINS)]
     return float(sum(gaps) / len(yes_n))
 
 
-# In words -----------------------------------------------------------------------------------------------
-
-
-def comparison(by_name: Mapping[str, Verified]) -> str:
-    """A column for each, a row for each figure."""
-    rows = {
+def comparison_table(evaluations: Mapping[str, JudgedEvaluation]) -> str:
+    """A table with a column for each evaluation, by name."""
+    rows: dict[str, Callable[[JudgedEvaluation], str]] = {
         "true accuracy": lambda x: f"{x.success:.1%} ({x.success_low:.1%} to {x.success_high:.1%})",
         'P("Yes")': lambda x: f"{x.outcome:.1%}",
         "gap": lambda x: f"{x.gap:+.1%}",
@@ -204,34 +200,52 @@ def comparison(by_name: Mapping[str, Verified]) -> str:
         "cut or empty answers": lambda x: f"{x.tool_errors:.1%}",
         "not judged": lambda x: str(x.invalid),
     }
-    head = f"{'test questions':24}" + "".join(f"{name:>28}" for name in by_name)
-    return "\n".join(
-        [head, *(f"{row:24}" + "".join(f"{of(x):>28}" for x in by_name.values()) for row, of in rows.items())]
-    )
+    lines = [f"{'test questions':24}" + "".join(f"{name:>28}" for name in evaluations)]
+    lines += [f"{row:24}" + "".join(f"{cell(x):>28}" for x in evaluations.values()) for row, cell in rows.items()]
+    return "\n".join(lines)
 
 
-def validation_line(verified: Verified) -> str:
+def validation_line(evaluation: JudgedEvaluation) -> str:
     """One line for a validation."""
-    return f'validation: P("Yes") {verified.outcome:.2f}  true accuracy {verified.success:.2f}  gap {verified.gap:+.2f}'
-
-
-# The plot -----------------------------------------------------------------------------------------------
+    return (
+        f'validation: P("Yes") {evaluation.outcome:.2f}  true accuracy {evaluation.success:.2f}  '
+        f"gap {evaluation.gap:+.2f}"
+    )
 
 
 def draw_curves(folder: Path, *, title: str = "") -> Path:
     """Write `curves.png`: mean P("Yes") and true accuracy on the same axes, the KL to the start below."""
-    from matplotlib.figure import Figure  # here, because it is heavy
+    from matplotlib.figure import Figure  # imported late, since it is slow
 
     lines = list(read_metrics(folder / METRICS))
     if not any(line.get("phase") == "validation" for line in lines):
-        raise BadInput(f"{folder / METRICS} has no validation yet: let the run go on")
+        raise BadInput(f"{folder / METRICS} has no validation yet: continue the run")
     kl = curve(lines, "train", "kl")
     panels = 2 if kl[0] else 1
     figure = Figure(figsize=(7.5, 3.6 + 1.8 * (panels - 1)), layout="constrained")
     ratios = [2, 1][:panels]
     axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
-    _draw_pair(axes[0], lines)
-    axes[0].set(ylim=(-0.02, 1.02), ylabel="share of answers", title=title)
+
+    # Training as thin lines, validations with markers; the area by which the outcome exceeds the accuracy is filled.
+    for index, (name, label, marker) in enumerate((("outcome", 'P("Yes")', "s"), ("success", "true accuracy", "o"))):
+        colour = COLOURS[1 - index]
+        axes[0].plot(*curve(lines, "train", name), color=colour, alpha=0.4, linewidth=1)
+        dashes = "--" if name == "outcome" else "-"
+        axes[0].plot(*curve(lines, "validation", name), dashes, color=colour, marker=marker, ms=4, label=label)
+    validations = [line for line in lines if line.get("phase") == "validation" and line.get("outcome") is not None]
+    update, outcome, accuracy = ([line[name] for line in validations] for name in ("update", "outcome", "success"))
+    axes[0].fill_between(
+        update,
+        accuracy,
+        outcome,
+        where=[a > b for a, b in zip(outcome, accuracy, strict=True)],
+        interpolate=True,
+        color=COLOURS[4],
+        alpha=0.25,
+        lw=0,
+        label="outcome above accuracy",
+    )
+    axes[0].set(ylim=(-0.02, 1.02), ylabel="fraction of answers", title=title)
     if panels == 2:
         axes[1].plot(*kl, color=COLOURS[6])
         axes[1].set(ylabel="KL to the start")
@@ -239,64 +253,52 @@ def draw_curves(folder: Path, *, title: str = "") -> Path:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    over_updates(axes[-1])
+    label_updates(axes[-1])
     path = folder / CURVES
-    save(figure, path)
+    save_figure(figure, path)
     return path
 
 
-def _draw_pair(axis: Any, lines: Sequence[Line]) -> None:
-    """Training as thin lines, validations as marked ones; what the reward is above the truth is filled."""
-    for index, (name, label, marker) in enumerate((("outcome", 'P("Yes")', "s"), ("success", "true accuracy", "o"))):
-        colour = COLOURS[1 - index]
-        axis.plot(*curve(lines, "train", name), color=colour, alpha=0.4, linewidth=1)
-        dashes = "--" if name == "outcome" else "-"
-        axis.plot(*curve(lines, "validation", name), dashes, color=colour, marker=marker, ms=4, label=label)
-    both = [line for line in lines if line.get("phase") == "validation" and line.get("outcome") is not None]
-    update, reward, right = ([line[name] for line in both] for name in ("update", "outcome", "success"))
-    above = [a > b for a, b in zip(reward, right, strict=True)]
-    axis.fill_between(
-        update, right, reward, where=above, interpolate=True, color=COLOURS[4], alpha=0.25, lw=0, label="reward above"
-    )
+# Training ---------------------------------------------------------------------------------------------
 
 
-# The stages -------------------------------------------------------------------------------------------
+class SelfVerifyTrainable(HostedTrainable):
+    """The stages of a run on a host environment, where evaluations compare judge and matcher."""
 
+    can_evaluate = False
 
-class SelfVerifyWork(HostedWork):
-    """The stages of a run on a host environment; what is examined is the judge, too."""
-
-    evaluates = False
-
-    def examine(self, params: Any) -> Validation:
-        """The figures on validation questions, said aloud; `report.health` warns where the gap has grown."""
+    def validate(self, params: Params) -> Validation:
+        """Evaluate answers to the validation questions; `report.health` warns if the gap has grown."""
         setup = self.setup
-        key, tasks = exam_key(setup, "validation"), setup.config.validation_tasks
-        found = figures(examine(setup, params, key, "validation", tasks=tasks).played)
-        self.progress.say(validation_line(found))
-        return validation_of(found)
+        key, tasks = eval_key(setup, "validation"), setup.config.validation_tasks
+        evaluation = evaluate_answers(roll_out_split(setup, params, key, "validation", tasks=tasks).trajectories)
+        self.progress.log(validation_line(evaluation))
+        return validation_of(evaluation)
 
     def finish(self, session: Session, minutes: float) -> dict[str, Any]:
-        """Test the start, the last update, and that which validated best, where it is another."""
-        at, chosen = session.checkpoints.latest(), session.checkpoints.best()
-        assert at is not None  # the end was saved
-        stages = {"start": (session.start, 0), "last update": (session.params_at(at), int(session.run.learner.version))}
-        if chosen != at:
-            stages |= {f"update {chosen}, best": (session.best_params()[1], session.best_version())}
-        setup, key = self.setup, exam_key(self.setup, "test")
+        """Test the start, the last update, and the best one if it is another."""
+        last, best = session.checkpoints.latest(), session.checkpoints.best()
+        assert last is not None  # the last update was saved
+        stages = {
+            "start": (session.start_params, 0),
+            "last update": (session.params_at(last), int(session.state.learner.version)),
+        }
+        if best != last:
+            stages |= {f"update {best}, best": (session.best_params()[1], session.best_version())}
+        setup, key = self.setup, eval_key(self.setup, "test")
         count = setup.config.test_tasks
-        played = {
-            name: examine(setup, params, key, "test", tasks=count, version=version).played
+        rollouts = {
+            name: roll_out_split(setup, params, key, "test", tasks=count, version=version).trajectories
             for name, (params, version) in stages.items()
         }
-        for when, own in zip(("before", "after"), played.values(), strict=False):
-            record(setup.folder / "trajectories" / f"test-{when}.jsonl", own)
-        found = {name: figures(own) for name, own in played.items()}
-        before, after = list(found.values())[:2]
-        best = list(found.values())[-1]
-        more = {
-            f"{name}_{when}": getattr(one, field)
-            for when, one in (("before", before), ("after", after), ("best", best))
+        for when, trajectories in zip(("before", "after"), rollouts.values(), strict=False):
+            write_trajectories(setup.folder / "trajectories" / f"test-{when}.jsonl", trajectories)
+        evaluations = {name: evaluate_answers(trajectories) for name, trajectories in rollouts.items()}
+        before, after = list(evaluations.values())[:2]
+        best_evaluation = list(evaluations.values())[-1]
+        results = {
+            f"{name}_{when}": getattr(evaluation, field)
+            for when, evaluation in (("before", before), ("after", after), ("best", best_evaluation))
             for name, field in (
                 ("reward", "outcome"),
                 ("gap", "gap"),
@@ -304,22 +306,21 @@ class SelfVerifyWork(HostedWork):
                 ("calibration_error", "calibration_error"),
             )
         }
-        words = [comparison(found), "", *_stories(setup, played["start"], played["last update"])]
-        tested = Tested([before, after], "\n".join(words), more | {"success_best": best.success})
-        return session.finish(minutes, tested)
+        results["success_best"] = best_evaluation.success
+        examples = self._format_examples(rollouts["start"], rollouts["last update"])
+        text = "\n".join([comparison_table(evaluations), "", *examples])
+        return session.finish(minutes, TestReport([before, after], text, results))
 
-
-def _stories(setup: HostedSetup, before, after) -> list[str]:
-    """One question whose answer became right, and one that pleases the judge and is wrong, where there are such."""
-    pairs = list(zip(before, after, strict=True))
-    learned = [pair for pair in pairs if pair[1].correct and not pair[0].correct]
-    fooled = [one for one in after if not one.correct and (one.outcome or 0.0) >= 0.5]
-    told = (
-        [f"before:\n{setup.story(setup.env, learned[0][0])}\nafter:\n{setup.story(setup.env, learned[0][1])}"]
-        if learned
-        else []
-    )
-    return [*told, *(f"the judge is wrong:\n{setup.story(setup.env, one)}" for one in fooled[:1])]
+    def _format_examples(self, before: Sequence[RecordedTrajectory], after: Sequence[RecordedTrajectory]) -> list[str]:
+        """A question whose answer became right, and a wrong answer that the judge accepts, if there are such."""
+        write = partial(self.setup.format_trajectory, self.setup.env)
+        pairs = zip(before, after, strict=True)
+        learned = [(old, new) for old, new in pairs if new.correct and not old.correct]
+        fooled = [answer for answer in after if not answer.correct and (answer.outcome or 0.0) >= 0.5]
+        return [
+            *(f"before:\n{write(old)}\nafter:\n{write(new)}" for old, new in learned[:1]),
+            *(f"the judge is wrong:\n{write(answer)}" for answer in fooled[:1]),
+        ]
 
 
 def train(
@@ -329,8 +330,16 @@ def train(
     every: int = 10,
     resume: bool = True,
     loggers: Sequence[str] = (),
-    budget: TimeBudget = ENDLESS,
+    budget: TimeBudget = UNLIMITED,
 ) -> dict[str, Any]:
-    """Train in a folder, or go on there -> the result; a validation and a checkpoint come `every` so many updates."""
-    how: dict[str, Any] = {"every": every, "resume": resume, "loggers": loggers, "budget": budget}
-    return train_hosted(open, SelfVerifyWork, NAME, config, folder, **how)
+    """Train in a folder, or resume the run there -> the result.
+
+    Args:
+        every: updates between validations and checkpoints.
+        resume: False deletes an earlier run in the folder.
+        loggers: names of loggers for metrics (tensorboard, wandb, trackio).
+        budget: time after which the run stops, saved.
+    """
+    return train_hosted(
+        build, SelfVerifyTrainable, NAME, config, folder, every=every, resume=resume, loggers=loggers, budget=budget
+    )

@@ -1,11 +1,11 @@
-"""The studies that ship: each is a question, its arms, and what to expect, in the docstring of its function.
+"""The studies that ship: each is a function whose docstring has its question and the expected result.
 
     STUDIES["credit"]()  ->  Study(question, baseline, arms, changes, worlds)
 
-All of a study's arms start from the same planners, seed by seed, see as many trajectories unless the arm says
-otherwise, and are examined on the same tasks. What they were expected to show stands in their docstrings, written
-before they were run; what they showed, over 16 seeds each, in `docs/studies/`. A study of your own is a function like
-these, called by `compare.run_study(study, folder, ...)`.
+All arms of a study start from the same planners, seed by seed, are trained on as many trajectories unless the arm says
+otherwise, and are evaluated on the same tasks. Expectations were written before the runs; the results, over 16 seeds
+each, are in `docs/studies/`. A study of your own is a function like these, whose value `compare.run_study(study,
+folder, ...)` runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import flowgrpo as fg
 from flowgrpo.algorithms import aggregation as weights
 from flowgrpo.algorithms.advantage import row_group_advantage
-from flowgrpo.algorithms.aggregation import Weigh
+from flowgrpo.algorithms.aggregation import Aggregation
 from flowgrpo.algorithms.compose import Advantage
 from flowgrpo.algorithms.loss import clip_surrogate
 from flowgrpo.algorithms.policy_gradient import outcome_advantage
@@ -25,8 +25,8 @@ from flowgrpo.recipes.study_arms import Arm
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 NO_CLIP = (1.0, 1e9)  # bounds that no ratio reaches
-SMALL: dict[str, Any] = {  # a planner and iterations that 16 seeds can have in minutes
-    "d": 64,
+SMALL: dict[str, Any] = {  # a planner and iterations that 16 seeds finish in minutes
+    "model_dim": 64,
     "layers": 2,
     "queries": 16,
     "samples": 8,
@@ -34,26 +34,26 @@ SMALL: dict[str, Any] = {  # a planner and iterations that 16 seeds can have in 
     "warm_steps": 300,
     "warm_rows": 32,
     "clip_high": CLIP_HIGH,
-    "decay": 0.2,
+    "decay_to": 0.2,
 }
 WORLD: dict[str, Mapping[str, Any]] = {"lookup_hard": {}}  # environments and their settings
 EASY: dict[str, Mapping[str, Any]] = {"lookup": {"hops": (2, 2)}}
-SINGLE: dict[str, Any] = {"mini_batches": 1, "learning_rate": 1e-3}  # one gradient step, where a preset has four
-SEVERAL: dict[str, Any] = {"mini_batches": 4, "learning_rate": 5e-4}  # gradient steps an update, so that ratios move
+SINGLE: dict[str, Any] = {"mini_batches": 1, "learning_rate": 1e-3}  # one gradient step per update
+SEVERAL: dict[str, Any] = {"mini_batches": 4, "learning_rate": 5e-4}  # gradient steps per update, so that ratios move
 
 
 class Study(NamedTuple):
-    """Question of a study, and the arms that are compared with its baseline."""
+    """A question, and the arms that are compared with a baseline."""
 
     question: str
-    baseline: str  # the arm that the others are held against
+    baseline: str  # name of the arm that the others are compared with
     arms: Mapping[str, Arm]
     changes: Mapping[str, Any] = SMALL  # of an environment's preset
     worlds: Mapping[str, Mapping[str, Any]] = WORLD
 
 
 def chosen_arms(study: Study, names: Sequence[str] | None) -> Study:
-    """The study with some of its arms only, and always its baseline."""
+    """The study with only these arms and its baseline; all arms for None."""
     if not names:
         return study
     unknown = [name for name in names if name not in study.arms]
@@ -62,17 +62,23 @@ def chosen_arms(study: Study, names: Sequence[str] | None) -> Study:
     return study._replace(arms={name: arm for name, arm in study.arms.items() if name in (*names, study.baseline)})
 
 
-def member(advantage: Advantage, weigh: Weigh = weights.flow_weights, **options: Any) -> fg.Algorithm:
-    """A member of the family, in which all but these parts are those of Flow-GRPO in the studies."""
-    low, high = options.pop("clip", (CLIP_LOW, CLIP_HIGH))
+def member(
+    advantage: Advantage,
+    weigh: Aggregation = weights.flow_weights,
+    *,
+    clip: tuple[float, float] = (CLIP_LOW, CLIP_HIGH),
+    **options: Any,
+) -> fg.Algorithm:
+    """An algorithm of these parts, and otherwise those of Flow-GRPO; `options` are fields of `Options`."""
+    low, high = clip
     surrogate = partial(clip_surrogate, clip_low=low, clip_high=high)
     return fg.compose(
         "studied",
         advantage=advantage,
-        weigh=weigh,
+        weights=weigh,
         surrogate=surrogate,
         options=fg.Options(**options),
-        clip=(low, high),
+        clip=clip,
     )
 
 
@@ -80,7 +86,7 @@ OUTCOME = outcome_advantage(fg.group_zscore)
 CENTRED = outcome_advantage(fg.algorithms.group_center)
 
 
-def _weighed(weigh: Weigh) -> Arm:
+def _weighed(weigh: Aggregation) -> Arm:
     return Arm(algorithm=partial(member, OUTCOME, weigh))
 
 
@@ -92,15 +98,15 @@ def _clipped(low: float, high: float, beta: float = 0.0) -> Arm:
 
 
 def credit() -> Study:
-    """Compare ways to credit an outcome: to every turn, the last one, each by its place, by its state, by a critic.
+    """Compare ways to credit an outcome: to all turns, the last one, by turn index, by state, by a critic.
 
     Expected: the broadcast learns, credit for the last turn alone doesn't, and pay for answered calls is hacked. A
     critic and several steps an update are better; credit by state (GiGPO) and by leave-one-out at the same turn (TRLOO)
-    can't be told from the broadcast. Where hops are paid, statistics by the turn's place (MT-GRPO) are biased by when a
-    trajectory stops, and TRLOO is not. The planted bias, which charges for each turn beyond the group's mean, loses.
+    can't be told from the broadcast. With a reward for each hop, statistics by turn index (MT-GRPO) are biased by when
+    a trajectory stops, and TRLOO is not. The planted bias, which charges for each turn beyond the group's mean, loses.
     """
     critic = {"critic": "own", "critic_rate": 1e-3, "gamma": 1.0, "lam": 0.95, "clip_high": 0.2}
-    paid = {"pay": 0.25}
+    paid = {"hop_reward": 0.25}
     return Study(
         "Who gets the credit for an outcome?",
         "broadcast",
@@ -109,14 +115,14 @@ def credit() -> Study:
             "broadcast, 4 steps": Arm(changes=SEVERAL),
             "last turn only": Arm(changes={"control": "last_turn"}),
             "per-turn heuristic": Arm(
-                algorithm=partial(member, study_arms.by_turn_zscore), program=study_arms.paid_by_turn
+                algorithm=partial(member, study_arms.reward_zscore), program=study_arms.reward_answered_calls
             ),
-            "by the turn's place": Arm(algorithm=partial(member, study_arms.by_place)),
+            "by the turn's place": Arm(algorithm=partial(member, study_arms.turn_index_zscore)),
             "TRLOO": Arm(changes={"algorithm": "trloo"}),
             "GiGPO": Arm(changes={"algorithm": "gigpo"}),
             "critic (PPO), 4 steps": Arm(changes={"algorithm": "ppo", **SEVERAL, **critic}),
             "planted: a charge by turn": Arm(
-                algorithm=partial(member, partial(study_arms.charged_by_turn, charge=-0.5))
+                algorithm=partial(member, partial(study_arms.penalise_turns, charge=-0.5))
             ),
             "hops paid, broadcast": Arm(env=paid),
             "hops paid, MT-GRPO": Arm(changes={"algorithm": "mt_grpo", "beta": 0.0}, env=paid),
@@ -146,7 +152,7 @@ def statistics() -> Study:
 
 
 def aggregation() -> Study:
-    """Say how tokens add up: by trajectory, turn and token; over all tokens; by sequence; by action; over a constant.
+    """Aggregate tokens by trajectory, turn and token; over all tokens; by sequence; by action; over a constant length.
 
     Expected: alike within the intervals where trajectories have similar lengths, as they have here.
     """
@@ -168,13 +174,13 @@ def clip() -> Study:
 
     Expected: a higher upper bound is at least as good, a tight one slower.
     """
-    made = {
+    arms = {
         "0.2 / 0.28": _clipped(0.2, 0.28),
         "0.2 / 0.2": _clipped(0.2, 0.2),
         "0.05 / 0.05": _clipped(0.05, 0.05),
         "no clip": _clipped(*NO_CLIP),
     }
-    return Study("How much may a step change?", "0.2 / 0.28", made, SMALL | SEVERAL)
+    return Study("How much may a step change?", "0.2 / 0.28", arms, SMALL | SEVERAL)
 
 
 def kl() -> Study:
@@ -193,14 +199,14 @@ def kl() -> Study:
         "k2, weighted": {"kl": "k2", "kl_weighted": True},
         "k3, weighted": {"kl": "k3", "kl_weighted": True},
     }
-    made = {
-        name: Arm(algorithm=partial(member, OUTCOME, **({"beta": 0.03} if how else {}), **how))
-        for name, how in kinds.items()
+    arms = {
+        name: Arm(algorithm=partial(member, OUTCOME, **({"beta": 0.03} if options else {}), **options))
+        for name, options in kinds.items()
     }
-    made["k1 in the reward, no deviation"] = Arm(
+    arms["k1 in the reward, no deviation"] = Arm(
         algorithm=partial(member, CENTRED, beta=0.03, **kinds["k1 in the reward"])
     )
-    return Study("Where is KL paid?", "none", made, SMALL | SEVERAL)
+    return Study("Where is KL paid?", "none", arms, SMALL | SEVERAL)
 
 
 def group_size() -> Study:
@@ -230,14 +236,14 @@ def collapse() -> Study:
     of a fifth of the bonus was added when the whole one had done harm.
     """
     half = COLLAPSING["updates"] // 2
-    bonus = partial(study_arms.with_bonus, bonus=0.02)
+    bonus = partial(study_arms.scheduled_bonus, bonus=0.02)
     return Study(
         "What comes before a collapse, and when does a bonus help?",
         "no bonus",
         {
-            "no bonus": Arm(program=partial(study_arms.with_bonus, bonus=0.0)),
+            "no bonus": Arm(program=partial(study_arms.scheduled_bonus, bonus=0.0)),
             "bonus": Arm(program=bonus),
-            "a fifth of the bonus": Arm(program=partial(study_arms.with_bonus, bonus=0.004)),
+            "a fifth of the bonus": Arm(program=partial(study_arms.scheduled_bonus, bonus=0.004)),
             "bonus, first half": Arm(program=partial(bonus, last=half - 1)),
             "bonus, second half": Arm(program=partial(bonus, first=half)),
         },
@@ -251,25 +257,25 @@ def optimizer() -> Study:
     Expected: a policy gradient is noisy and of low rank, so steps that weigh its directions alike learn faster at a
     rate that suits them, or amplify noise; the papers on Muon report pretraining, and this is open.
     """
-    made = {
+    arms = {
         f"{name} {rate:g}": Arm(changes={"optimizer": kind, "learning_rate": rate})
         for name, kind in (("AdamW", "adamw"), ("Muon", "muon"))
         for rate in (5e-4, 1e-3, 2e-3)
     }
-    return Study("AdamW or Muon for a policy gradient?", "AdamW 0.001", made)
+    return Study("AdamW or Muon for a policy gradient?", "AdamW 0.001", arms)
 
 
 def turns() -> Study:
-    """Turns in training against turns allowed in evaluation: `1 -> 2` is trained with one a hop, examined with two.
+    """Turns in training against turns allowed in evaluation: `1 -> 2` is trained with one a hop, evaluated with two.
 
     Expected: with one turn a hop there is none for the answer, so nothing is learned; a planner that was trained with
     two answers in time whatever is allowed, and one that was trained with three uses more of them.
     """
-    made = {
-        f"{one} -> {two}": Arm(env={"turns_per_hop": one}, exam={"turns_per_hop": two})
-        for one, two in ((2, 2), (2, 3), (3, 2), (3, 3), (1, 2))
+    arms = {
+        f"{train} -> {evaluate}": Arm(env={"turns_per_hop": train}, eval_env={"turns_per_hop": evaluate})
+        for train, evaluate in ((2, 2), (2, 3), (3, 2), (3, 3), (1, 2))
     }
-    return Study("Do turns in training carry over to evaluation?", "2 -> 2", made)
+    return Study("Do turns in training carry over to evaluation?", "2 -> 2", arms)
 
 
 def stale() -> Study:
@@ -290,16 +296,16 @@ def stale() -> Study:
         sampler = partial(study_arms.stale_sampler, lag=lag)
         return Arm(algorithm=partial(member, OUTCOME, **options), program=sampler, changes=changes)
 
-    arms_of: dict[str, Arm] = {"on policy": Arm(algorithm=partial(member, OUTCOME))}
+    arms: dict[str, Arm] = {"on policy": Arm(algorithm=partial(member, OUTCOME))}
     for lag in (1, 2, 4, 8):
-        arms_of |= {f"{lag} late{how}": late(lag, correction=given) for how, given in corrections.items()}
+        arms |= {f"{lag} late{name}": late(lag, correction=correction) for name, correction in corrections.items()}
         if lag > 1:
-            arms_of[f"{lag} late, no clip"] = late(lag, clip=NO_CLIP)
-    arms_of["4 steps, on policy"] = Arm(algorithm=partial(member, OUTCOME), changes=SEVERAL)
+            arms[f"{lag} late, no clip"] = late(lag, clip=NO_CLIP)
+    arms["4 steps, on policy"] = Arm(algorithm=partial(member, OUTCOME), changes=SEVERAL)
     for lag in (1, 4):
-        for how in ("", ", capped", ", masked"):
-            arms_of[f"4 steps, {lag} late{how}"] = late(lag, SEVERAL, correction=corrections[how])
-    return Study("What do stale data cost?", "on policy", arms_of)
+        for name in ("", ", capped", ", masked"):
+            arms[f"4 steps, {lag} late{name}"] = late(lag, SEVERAL, correction=corrections[name])
+    return Study("What do stale data cost?", "on policy", arms)
 
 
 def quantised_sampler() -> Study:
@@ -310,16 +316,16 @@ def quantised_sampler() -> Study:
     spread; with nf4, within 30 %, going without costs success, and the correction wins it back.
     """
     corrected = fg.Correction(cap=2.0)
-    arms_of: dict[str, Arm] = {"full precision": Arm(algorithm=partial(member, OUTCOME))}
+    arms: dict[str, Arm] = {"full precision": Arm(algorithm=partial(member, OUTCOME))}
     for kind in KINDS:
         sampler = partial(study_arms.quantised_rollouts, kind=kind)
-        arms_of[f"{kind}, corrected"] = Arm(algorithm=partial(member, OUTCOME, correction=corrected), program=sampler)
-        arms_of[kind] = Arm(algorithm=_rescored, program=sampler)
-    return Study("What does a quantised sampler cost?", "full precision", arms_of, changes=SMALL | SINGLE, worlds=EASY)
+        arms[f"{kind}, corrected"] = Arm(algorithm=partial(member, OUTCOME, correction=corrected), program=sampler)
+        arms[kind] = Arm(algorithm=_rescored, program=sampler)
+    return Study("What does a quantised sampler cost?", "full precision", arms, changes=SMALL | SINGLE, worlds=EASY)
 
 
 def _rescored() -> fg.Algorithm:
-    """The member that takes what the trainer scores for what was sampled."""
+    """Flow-GRPO, with the trainer's scores in place of the sampler's log-probabilities."""
     algorithm = member(OUTCOME)
     return algorithm._replace(needs=algorithm.needs | {"logp_old"})
 
@@ -338,9 +344,9 @@ def imitation() -> Study:
         "Flow-GRPO",
         {
             "Flow-GRPO": Arm(),
-            "imitates its own": Arm(program=study_arms.imitating),
-            "imitates a stronger": Arm(program=partial(study_arms.imitating, skill=0.5)),
-            "imitates an oracle": Arm(program=partial(study_arms.imitating, oracle=True)),
+            "imitates its own": Arm(program=study_arms.imitate_teacher),
+            "imitates a stronger": Arm(program=partial(study_arms.imitate_teacher, skill=0.5)),
+            "imitates an oracle": Arm(program=partial(study_arms.imitate_teacher, oracle=True)),
             "OPD from a stronger": _distilled(0.0, skill=0.5),
             "OPD from an oracle's pupil": _distilled(0.0, oracle=True),
             "Flow-GRPO + OPD where dead": _distilled(1.0, dead_only=True, skill=0.5),
@@ -352,14 +358,14 @@ def hindsight() -> Study:
     """Learn from oneself in hindsight (SDPO), told which tools were right, against Flow-GRPO and against both together.
 
     All planners imitated demonstrations half of which begin with such a hint, so that they can read one; questions in
-    training and examinations have none. Expected: what the hinted planner knows is distilled within few updates, since
+    training and evaluations have none. Expected: what the hinted planner knows is distilled within few updates, since
     every token is told apart; it can't be better than that planner, and Flow-GRPO beside it goes on from there. A
     teacher who is the policy of the update ("moving") unlearns to read hints, and both lose: this was seen in a first
     run of the study, all of whose teachers moved, and a frozen one was added for that.
     """
 
     def arm(**how: Any) -> Arm:
-        return Arm(env={"hints": 0.0}, exam={"hints": 0.0}, **how)
+        return Arm(env={"hints": 0.0}, eval_env={"hints": 0.0}, **how)
 
     def taught(outcome: float, **how: Any) -> Arm:
         return arm(algorithm=partial(fg.algorithms.sdpo, outcome=outcome, **how))
@@ -381,7 +387,7 @@ def hindsight() -> Study:
 
 def _distilled(outcome: float, *, dead_only: bool = False, **teacher: Any) -> Arm:
     algorithm = partial(fg.algorithms.opd, outcome=outcome, dead_only=dead_only)
-    return Arm(algorithm=algorithm, program=partial(study_arms.taught, **teacher))
+    return Arm(algorithm=algorithm, program=partial(study_arms.distil_teacher, **teacher))
 
 
 STUDIES: dict[str, Callable[[], Study]] = {

@@ -1,16 +1,14 @@
-"""One arm of a study: what differs from the others flows in, programs that treat one seed flow out. Pure.
+"""One arm of a study: its differences from the other arms in, functions of one seed out. Pure.
 
-    warm_started(key) -> SeedStart      a planner that has imitated demonstrations; the same for every arm
-    _begin(begun) -> state              the arm's own state, before its first update
-    _advance(state) -> (state, ArmFigures)  so many updates, and an examination after them
+    warm_start_seed(key) -> SeedStart           a planner that has imitated demonstrations; the same for every arm
+    build_arm(arm, config, ...) -> ArmParts     begin(start) -> state;  advance(state) -> (state, ArmMetrics)
 
-Everything is a function of one seed, to be mapped over all of them (`flowgrpo.parallel.row_sharding`)
-and jitted by the caller.
+Everything is a function of one seed, to be mapped over all seeds (`flowgrpo.parallel.row_sharding`) and jitted by the
+caller.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,96 +30,60 @@ from flowgrpo.learner.critic import with_critic
 from flowgrpo.learner.diagnostics import task_information
 from flowgrpo.models.decoder import matrices
 from flowgrpo.models.quantised import quantise_layers
-from flowgrpo.models.trainable import acting
-from flowgrpo.parallel.row_sharding import many_updates
+from flowgrpo.models.trainable import actor_params
+from flowgrpo.parallel.row_sharding import scan_updates
 from flowgrpo.recipes import pure
 from flowgrpo.recipes.registry import ENVIRONMENTS
-from flowgrpo.rollout.exams import make_exam
+from flowgrpo.rollout.exams import make_evaluation_rollout
 from flowgrpo.run.config import make_config
-from flowgrpo.types import Trajectories
+from flowgrpo.types import Params, Trajectories
 
-FIGURES = (  # by update
+METRICS = (  # by update
     *("success", "turns", "tool_errors", "entropy", "mixed_groups", "zero_signal_groups"),
     *("clip_high_fraction", "kl_old", "task_information"),
 )
 
 
 class ArmProgram(NamedTuple):
-    """How an arm is trained: from a run to its own state, one update of that, and back."""
+    """How an arm is trained: from a train state to a state of its own, by updates of that, and back."""
 
-    begin: Callable[[loop.Run], Any]
+    begin: Callable[[loop.TrainState], Any]
     step: Callable[[Any], tuple[Any, Metrics]]
-    run: Callable[[Any], loop.Run]
+    train_state: Callable[[Any], loop.TrainState]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """Differences of an arm from its study; what it doesn't say is as in the study."""
+    """Differences of an arm from its study.
 
-    changes: Mapping[str, Any] = field(default_factory=dict)  # of the Config that all arms share
-    algorithm: Callable[[], fg.Algorithm] | None = None  # in the place of the one that settings name
-    env: Mapping[str, Any] = field(default_factory=dict)  # settings of the environment that it is trained in
-    exam: Mapping[str, Any] = field(default_factory=dict)  # and of the one that it is examined in
-    program: Callable[[pure.Setup], ArmProgram] | None = None  # on policy by default
+    Args:
+        changes: of the Config that all arms share.
+        algorithm: replaces the one that the settings name.
+        env: settings of the training environment.
+        eval_env: settings of the environment of evaluations.
+        program: how the arm is trained; by default on policy.
+    """
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    algorithm: Callable[[], fg.Algorithm] | None = None
+    env: Mapping[str, Any] = field(default_factory=dict)
+    eval_env: Mapping[str, Any] = field(default_factory=dict)
+    program: Callable[[pure.Setup], ArmProgram] | None = None
 
 
 class SeedStart(struct.PyTreeNode):
     """A seed before its first update."""
 
-    params: Any
+    params: Params
     key: jax.Array
 
 
-class ArmFigures(struct.PyTreeNode):
-    """Figures of an arm after so many updates: of its training, and of an examination."""
+class ArmMetrics(struct.PyTreeNode):
+    """Metrics of an arm since its last evaluation, and of an evaluation after it."""
 
-    figures: dict[str, Any]  # by update
+    metrics: dict[str, Any]  # by update
     success: jax.Array  # on test tasks
     turns: jax.Array
-
-
-# A seed -----------------------------------------------------------------------------------------------
-
-
-def warm_started(key: jax.Array, *, setup: pure.Setup) -> SeedStart:
-    """A fresh planner that has imitated the environment's demonstrations, for as many steps as settings say."""
-    init_key, shown_key, run_key = jax.random.split(key, 3)
-    config, optimizer = setup.config, pure.warm_optimizer(setup)
-    params, _ = loop.imitate(
-        setup.env,
-        setup.policy,
-        optimizer,
-        setup.policy.init(init_key),
-        shown_key,
-        steps=config.warm_steps,
-        rows=config.warm_rows,
-    )
-    return SeedStart(params, run_key)
-
-
-def _begin(begun: SeedStart, *, setup: pure.Setup, program: ArmProgram) -> Any:
-    """The arm's state before its first update."""
-    params = with_critic(setup.critic, jax.random.fold_in(begun.key, 1), begun.params)
-    return program.begin(loop.start_run(params, setup.optimizer, begun.key))
-
-
-def _advance(state: Any, *, program: ArmProgram, exam: Callable, updates: int) -> tuple[Any, ArmFigures]:
-    """So many updates, and an examination: always on the same test tasks, which follow from the seed."""
-    state, figures = many_updates(program.step, state, updates=updates)
-    return state, _seen(state, figures, program, exam)
-
-
-def _look(state: Any, *, program: ArmProgram, exam: Callable) -> ArmFigures:
-    """An examination alone."""
-    return _seen(state, {}, program, exam)
-
-
-def _seen(state: Any, figures: Metrics, program: ArmProgram, exam: Callable) -> ArmFigures:
-    run = program.run(state)
-    played = exam(acting(run.learner.params), jax.random.fold_in(run.key, 2**31 - 1))
-    turns = masked.mean(played.turns.sum(axis=1).astype(jnp.float32), played.valid)
-    own = {name: figures[name] for name in FIGURES if name in figures}
-    return ArmFigures(own, masked.mean(played.correct.astype(jnp.float32), played.valid), turns)
 
 
 class ArmParts(NamedTuple):
@@ -129,155 +91,206 @@ class ArmParts(NamedTuple):
 
     setup: pure.Setup
     begin: Callable[[SeedStart], Any]
-    look: Callable[[Any], ArmFigures]
-    advance: Callable[[Any], tuple[Any, ArmFigures]]
+    evaluate: Callable[[Any], ArmMetrics]
+    advance: Callable[[Any], tuple[Any, ArmMetrics]]
 
 
-def parts_of(arm: Arm, config: pure.Config, env: Mapping[str, Any], *, updates: int, tasks: int) -> ArmParts:
-    """The functions of an arm, examined every so many updates on so many tasks."""
+# A seed -----------------------------------------------------------------------------------------------
+
+
+def warm_start_seed(key: jax.Array, *, setup: pure.Setup) -> SeedStart:
+    """A new planner that has imitated the environment's demonstrations, for the Config's `warm_steps`."""
+    init_key, demonstration_key, run_key = jax.random.split(key, 3)
+    config, optimizer = setup.config, pure.warm_optimizer(setup)
+    params, _ = loop.imitate(
+        setup.env,
+        setup.policy,
+        optimizer,
+        setup.policy.init(init_key),
+        demonstration_key,
+        steps=config.warm_steps,
+        rows=config.warm_rows,
+    )
+    return SeedStart(params, run_key)
+
+
+def build_arm(arm: Arm, config: pure.Config, env: Mapping[str, Any], *, updates: int, tasks: int) -> ArmParts:
+    """The functions of an arm.
+
+    Args:
+        arm: its differences from the study.
+        config: of the study.
+        env: settings of the study's environment.
+        updates: number of updates of one `advance`.
+        tasks: number of test tasks of an evaluation; they follow from the seed, and are always the same.
+    """
     make_env = ENVIRONMENTS[config.env]
     algorithm = None if arm.algorithm is None else arm.algorithm()
-    own = make_config(pure.Config, asdict(config) | dict(arm.changes))  # which refuses what is no setting
-    setup = pure.open(own, env=make_env(**{**env, **arm.env}), algorithm=algorithm)
+    changed = make_config(pure.Config, asdict(config) | dict(arm.changes))  # raises for an unknown setting
+    setup = pure.build(changed, env=make_env(**{**env, **arm.env}), algorithm=algorithm)
     program = iteration_program(setup.iteration) if arm.program is None else arm.program(setup)
-    world = make_env(**{**env, **arm.exam})
-    exam = make_exam(world, setup.policy, "test", tasks=tasks, temperature=config.temperature)
-    return ArmParts(
-        setup=setup,
-        begin=partial(_begin, setup=setup, program=program),
-        look=partial(_look, program=program, exam=exam),
-        advance=partial(_advance, program=program, exam=exam, updates=updates),
+    rollout = make_evaluation_rollout(
+        make_env(**{**env, **arm.eval_env}), setup.policy, "test", tasks=tasks, temperature=config.temperature
     )
+
+    def begin(start: SeedStart) -> Any:
+        """The arm's state before its first update."""
+        params = with_critic(setup.critic, jax.random.fold_in(start.key, 1), start.params)
+        return program.begin(loop.init_train_state(params, setup.optimizer, start.key))
+
+    def measure(state: Any, metrics: Metrics) -> ArmMetrics:
+        train_state = program.train_state(state)
+        key = jax.random.fold_in(train_state.key, 2**31 - 1)
+        trajectories = rollout(actor_params(train_state.learner.params), key)
+        turns = masked.mean(trajectories.turns.sum(axis=1).astype(jnp.float32), trajectories.valid)
+        chosen = {name: metrics[name] for name in METRICS if name in metrics}
+        success = masked.mean(trajectories.correct.astype(jnp.float32), trajectories.valid)
+        return ArmMetrics(chosen, success, turns)
+
+    def evaluate(state: Any) -> ArmMetrics:
+        return measure(state, {})
+
+    def advance(state: Any) -> tuple[Any, ArmMetrics]:
+        """Some updates, and an evaluation after them."""
+        state, metrics = scan_updates(program.step, state, updates=updates)
+        return state, measure(state, metrics)
+
+    return ArmParts(setup, begin, evaluate, advance)
 
 
 # Programs ---------------------------------------------------------------------------------------------
 
 
 def iteration_program(iteration: loop.Iteration) -> ArmProgram:
-    """Train by an iteration, such as that of the setup as it is."""
-    return ArmProgram(_same, loop.one_program(iteration), _same)
+    """Train by an iteration."""
+    return ArmProgram(_unchanged, loop.fused_step(iteration), _unchanged)
 
 
-def _same(run: loop.Run) -> loop.Run:
-    return run
+def _unchanged(state: loop.TrainState) -> loop.TrainState:
+    return state
 
 
-def taught(setup: pure.Setup, *, steps: int = 200, oracle: bool = False, **teacher: Any) -> ArmProgram:
-    """Learn from a teacher, for `opd`: the arm's start after so many steps of imitation of a better planner.
+def imitate_teacher(setup: pure.Setup, *, oracle: bool = False, **teacher: Any) -> ArmProgram:
+    """Imitate as many trajectories per update as other arms sample, of another planner.
 
-    `teacher` has the settings of the environment whose demonstrations it imitates, or whose `oracle`.
+    `teacher` has the settings of the environment whose demonstrations are imitated, or with `oracle` those of its
+    oracle.
     """
-    better = imitating(setup, oracle=oracle, **teacher)
+    env = ENVIRONMENTS[setup.config.env](**teacher)
+    if oracle:
+        env = env._replace(demonstrate=lambda _key, state: env.oracle(state))
+    taught = setup._replace(env=env)
 
-    def begin(run: loop.Run) -> loop.Run:
-        scholar, _ = many_updates(better.step, run, updates=steps)
-        return run.replace(reference=scholar.learner.params)
+    def step(state: loop.TrainState) -> tuple[loop.TrainState, Metrics]:
+        return pure.imitation_step(taught, state.key)(state)
 
-    return ArmProgram(begin, loop.one_program(setup.iteration), _same)
+    return ArmProgram(_unchanged, step, _unchanged)
 
 
-def with_bonus(setup: pure.Setup, *, bonus: float, first: int = 0, last: int = 2**31 - 1) -> ArmProgram:
-    """Pay an entropy bonus in updates `first` to `last`, and watch `task_information` in every update.
+def distil_teacher(setup: pure.Setup, *, steps: int = 200, oracle: bool = False, **teacher: Any) -> ArmProgram:
+    """Learn from a teacher, for `opd`: the arm's start after `steps` updates of `imitate_teacher`."""
+    imitation = imitate_teacher(setup, oracle=oracle, **teacher)
 
-    A bonus that may come stands in the algorithm from the start, so that entropy is that of all tokens, signal or not.
+    def begin(state: loop.TrainState) -> loop.TrainState:
+        taught, _ = scan_updates(imitation.step, state, updates=steps)
+        return state.replace(reference=taught.learner.params)
+
+    return ArmProgram(begin, loop.fused_step(setup.iteration), _unchanged)
+
+
+def scheduled_bonus(setup: pure.Setup, *, bonus: float, first: int = 0, last: int = 2**31 - 1) -> ArmProgram:
+    """An entropy bonus in updates `first` to `last`; `task_information` is measured in every update.
+
+    The bonus is part of the algorithm in all updates, so that entropy is measured over all tokens, signal or not.
     """
 
-    def step(run: loop.Run) -> tuple[loop.Run, Metrics]:
-        here = (run.update >= first) & (run.update <= last)
-        algorithm = fg.flow_grpo(beta=0.0, clip_high=setup.config.clip_high, entropy_bonus=jnp.where(here, bonus, 0.0))
+    def step(state: loop.TrainState) -> tuple[loop.TrainState, Metrics]:
+        is_on = (state.update >= first) & (state.update <= last)
+        algorithm = fg.flow_grpo(beta=0.0, clip_high=setup.config.clip_high, entropy_bonus=jnp.where(is_on, bonus, 0.0))
         iteration = loop.make_iteration(setup.env, setup.policy, algorithm, setup.optimizer, setup.sizes)
-        played = iteration.rollout(run)
-        run, metrics = loop.one_program(iteration._replace(play=lambda *_: played, judge=None))(run)
-        return run, metrics | {"task_information": task_information(played)}
+        trajectories = iteration.rollout(state)
+        update = loop.fused_step(iteration._replace(generate=lambda *_: trajectories, judge=None))
+        state, metrics = update(state)
+        return state, metrics | {"task_information": task_information(trajectories)}
 
-    return ArmProgram(_same, step, _same)
+    return ArmProgram(_unchanged, step, _unchanged)
 
 
-class StaleRun(struct.PyTreeNode):
-    """A run whose trajectories come from older parameters."""
+class StaleState(struct.PyTreeNode):
+    """A train state whose trajectories are sampled with older parameters."""
 
-    run: loop.Run
-    older: Any  # [lag, ...] the oldest first
+    current: loop.TrainState
+    older: Params  # [lag, ...] the oldest first
 
 
 def stale_sampler(setup: pure.Setup, *, lag: int) -> ArmProgram:
-    """Trajectories are sampled by the parameters of `lag` updates ago."""
+    """Trajectories are sampled with the parameters of `lag` updates ago."""
 
-    def start(run: loop.Run) -> StaleRun:
-        older = jax.tree.map(lambda x: jnp.broadcast_to(x, (lag, *x.shape)), run.learner.params)
-        return StaleRun(run, older)
+    def begin(state: loop.TrainState) -> StaleState:
+        older = jax.tree.map(lambda x: jnp.broadcast_to(x, (lag, *x.shape)), state.learner.params)
+        return StaleState(state, older)
 
-    def step(late: StaleRun) -> tuple[StaleRun, Metrics]:
-        now = late.run.learner
-        oldest = now.replace(params=jax.tree.map(lambda x: x[0], late.older))
-        played = setup.iteration.rollout(late.run.replace(learner=oldest))
-        one = loop.one_program(setup.iteration._replace(play=lambda *_: played, judge=None))
-        run, metrics = one(late.run)
-        older = jax.tree.map(lambda x, new: jnp.concatenate([x[1:], new[None]]), late.older, now.params)
-        return StaleRun(run, older), metrics
+    def step(stale: StaleState) -> tuple[StaleState, Metrics]:
+        learner = stale.current.learner
+        oldest = learner.replace(params=jax.tree.map(lambda x: x[0], stale.older))
+        trajectories = setup.iteration.rollout(stale.current.replace(learner=oldest))
+        update = loop.fused_step(setup.iteration._replace(generate=lambda *_: trajectories, judge=None))
+        state, metrics = update(stale.current)
+        older = jax.tree.map(lambda x, new: jnp.concatenate([x[1:], new[None]]), stale.older, learner.params)
+        return StaleState(state, older), metrics
 
-    return ArmProgram(start, step, lambda late: late.run)
+    return ArmProgram(begin, step, lambda stale: stale.current)
 
 
 def quantised_rollouts(setup: pure.Setup, *, kind: str) -> ArmProgram:
-    """Trajectories are sampled by the parameters with their layers quantised, and learned from by those as they are."""
-    iteration, factors = setup.iteration, matrices(pure.decoder_shape(setup.env, setup.config))
+    """Trajectories are sampled with quantised layers; the parameters themselves are updated in full precision."""
+    iteration, factors = setup.iteration, matrices(pure.small_decoder_config(setup.env, setup.config))
 
-    def play(params: Any, drawn: loop.RolloutTasks) -> Trajectories:
-        return iteration.play(quantise_layers(acting(params), factors, kind=kind), drawn)
+    def generate(params: Params, tasks: loop.RolloutTasks) -> Trajectories:
+        return iteration.generate(quantise_layers(actor_params(params), factors, kind=kind), tasks)
 
-    return iteration_program(iteration._replace(play=play))
+    return iteration_program(iteration._replace(generate=generate))
 
 
-def paid_by_turn(setup: pure.Setup) -> ArmProgram:
-    """Every turn is paid 1 for a call that was answered, and the last one the outcome, instead of sharing one outcome.
+def reward_answered_calls(setup: pure.Setup) -> ArmProgram:
+    """Train with `answered_call_rewards` instead of one outcome."""
 
-    The kind of heuristic that process rewards are made of: plausible, and not what is wanted.
+    def generate(*inputs: Any) -> Trajectories:
+        return answered_call_rewards(setup.iteration.generate(*inputs))
+
+    return iteration_program(setup.iteration._replace(generate=generate))
+
+
+def answered_call_rewards(trajectories: Trajectories) -> Trajectories:
+    """Reward each turn with 1 for an answered call, and the last turn with the outcome.
+
+    A heuristic as process rewards are made of: plausible, and not what is wanted.
     """
-    play = setup.iteration.play
-    return iteration_program(setup.iteration._replace(play=lambda *given: _with_pay(play(*given))))
+    turns_nt = jnp.asarray(trajectories.turns)
+    answered_nt = (jnp.asarray(trajectories.tool) >= 0) & ~jnp.asarray(trajectories.error) & turns_nt
+    outcome_nt = jnp.where(last_turns(turns_nt), jnp.asarray(trajectories.outcome)[:, None], 0.0)
+    return trajectories.replace(reward=answered_nt.astype(jnp.float32) + outcome_nt)
 
 
-def _with_pay(played: Trajectories) -> Trajectories:
-    turns_nt = jnp.asarray(played.turns)
-    called_nt = (jnp.asarray(played.tool) >= 0) & ~jnp.asarray(played.error) & turns_nt
-    at_last_nt = jnp.where(last_turns(turns_nt), jnp.asarray(played.outcome)[:, None], 0.0)
-    pay_nt = called_nt.astype(jnp.float32) + at_last_nt
-    return played.replace(reward=pay_nt)
+# Advantages -------------------------------------------------------------------------------------------
 
 
-def by_place(trajectories: Trajectories, outcome_n, valid_n, _options: Options) -> jax.Array:
-    """Take the z-score of the outcome among the turns of the group in the same place -> adv_nt."""
+def turn_index_zscore(trajectories: Trajectories, outcome_n, valid_n, _options: Options) -> jax.Array:
+    """z-score of the outcome among the group's turns with the same index -> adv_nt."""
     acted_nt = trajectories.acted
     outcome_nt = jnp.broadcast_to(jnp.asarray(outcome_n)[:, None], acted_nt.shape)
     return anchor_advantage(outcome_nt, turn_index(acted_nt), acted_nt, trajectories.group, valid_n)
 
 
-def charged_by_turn(trajectories: Trajectories, outcome_n, valid_n, _options: Options, *, charge: float) -> jax.Array:
-    """Plant a bias: move the broadcast advantage for each turn more than the group's mean -> adv_nt."""
+def penalise_turns(trajectories: Trajectories, outcome_n, valid_n, _options: Options, *, charge: float) -> jax.Array:
+    """A planted bias: the broadcast advantage plus `charge` for each turn above the group's mean -> adv_nt."""
     acted_nt, group_n = trajectories.acted, trajectories.group
     adv_nt = multi_turn_group_advantage(outcome_n, acted_nt, group_n, valid_n)
     more_n = group_center(acted_nt.sum(axis=1).astype(jnp.float32), group_n, valid_n)
     return masked.fill(adv_nt + charge * more_n[:, None], acted_nt & valid_n[:, None])
 
 
-def by_turn_zscore(trajectories: Trajectories, _outcome_n, valid_n, _options: Options) -> jax.Array:
-    """The z-score of each turn's own pay among all turns of the group, as if all began in the same state -> adv_nt."""
-    anywhere_nt = jnp.zeros(trajectories.turns.shape, jnp.int32)
-    return anchor_advantage(trajectories.reward, anywhere_nt, trajectories.acted, trajectories.group, valid_n)
-
-
-def imitating(setup: pure.Setup, *, oracle: bool = False, **teacher: Any) -> ArmProgram:
-    """As many trajectories an update as the others sample, of another planner, which are imitated.
-
-    `teacher` has the settings of the environment whose demonstrations they are, or whose `oracle`.
-    """
-    env = ENVIRONMENTS[setup.config.env](**teacher)
-    if oracle:
-        env = env._replace(demonstrate=lambda _key, state: env.oracle(state))
-    shown = setup._replace(env=env)
-
-    def step(run: loop.Run) -> tuple[loop.Run, Metrics]:
-        return pure.imitation_step(shown, run.key)(run)
-
-    return ArmProgram(_same, step, _same)
+def reward_zscore(trajectories: Trajectories, _outcome_n, valid_n, _options: Options) -> jax.Array:
+    """z-score of each turn's own reward among all turns of the group, as if all had the same state -> adv_nt."""
+    same_state_nt = jnp.zeros(trajectories.turns.shape, jnp.int32)
+    return anchor_advantage(trajectories.reward, same_state_nt, trajectories.acted, trajectories.group, valid_n)

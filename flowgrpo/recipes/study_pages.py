@@ -1,11 +1,11 @@
-"""Show what came of a study: a table with intervals, a picture, a page, and what `docs/studies` keeps of it.
+"""Results of a study: a table with confidence intervals, a plot, a page, and what `docs/studies` publishes.
 
     rows = tabulate_study(study, runs, seeds)                         a row for each arm
-    write_study(folder, study, rows, runs, seeds, ...)                files to look at
-    publish_study(Path("docs/studies"), name, study, runs, seeds)     runs, picture, and the table in the study's page
+    write_study(folder, study, rows, runs, seeds, ...)                table, plot and page
+    publish_study(Path("docs/studies"), name, study, runs, seeds)     runs, plot, and the table in the study's page
 
-The method is rliable's (`evaluation.statistics`): interquartile means over runs, bootstrapped intervals, and the chance
-that a run of one arm scores higher than one of another.
+The method is that of rliable (Agarwal et al., 2021; `evaluation.statistics`): interquartile means over runs,
+bootstrapped intervals, and the probability that a run of one arm scores higher than one of another.
 """
 
 import html
@@ -18,25 +18,25 @@ from typing import Any
 import numpy as np
 
 from flowgrpo.evaluation.statistics import interval, iqm, probability_of_improvement
-from flowgrpo.files import read_json, write_whole
-from flowgrpo.launch import processor
+from flowgrpo.files import read_json, write_atomic
+from flowgrpo.launch import cpu_info
 from flowgrpo.recipes.studies import STUDIES, Study
 from flowgrpo.report.metrics import plain_json, read_metrics
-from flowgrpo.report.plots import line_style, over_updates, save
+from flowgrpo.report.plots import label_updates, line_style, save_figure
 from flowgrpo.run.run_dir import machine
 from flowgrpo.types import BadInput
 
 RunResults = Mapping[tuple[str, str, int], Mapping[str, Any]]
-KEPT = ("arm", "env", "seed", "updates", "success", "turns", "warnings")  # of a run's line, in the documentation
-BANDS = 12  # arms at most whose intervals are drawn over the updates, too
+PUBLISHED = ("arm", "env", "seed", "updates", "success", "turns", "warnings")  # fields of a run's published line
+MAX_BANDS = 12  # maximum number of arms whose intervals are drawn over the updates, too
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
-WRITTEN = ("table.jsonl", "table.md", "index.html")  # in the folder of a study, beside its curves
-MACHINES = "machines.json"  # what each study was run on
-WARNED, WARNED_END = "<!-- warnings -->", "<!-- end of warnings -->"  # where a page has a place for them, too
+WRITTEN = ("table.jsonl", "table.md", "index.html")  # files in the folder of a study, besides its plots
+MACHINES = "machines.json"  # the machine of each study
+WARNED, WARNED_END = "<!-- warnings -->", "<!-- end of warnings -->"  # in pages that have a place for them
 
 
 def tabulate_study(study: Study, runs: RunResults, seeds: Sequence[int]) -> list[dict[str, Any]]:
-    """Make a row for each arm: the interquartile mean of its success, its interval, how often it beats the baseline."""
+    """A row for each arm: interquartile mean of success, its interval, and the probability of beating the baseline."""
     base_se = _scores(runs, study.baseline, study.worlds, seeds)
     rows = []
     for name in study.arms:
@@ -56,12 +56,12 @@ def tabulate_study(study: Study, runs: RunResults, seeds: Sequence[int]) -> list
 def _scores(
     runs: RunResults, arm: str, worlds: Sequence[str] | Mapping, seeds: Sequence[int], at: int = -1
 ) -> np.ndarray:
-    """Success on test tasks as [seeds, environments], at the last examination or another."""
+    """Success on test tasks as [seeds, environments], at the last evaluation or another."""
     return np.array([[runs[arm, env, seed]["success"][at] for env in worlds] for seed in seeds])
 
 
 def table(rows: Sequence[Mapping[str, Any]], study: Study) -> str:
-    """Write the table in Markdown, which reads well in a terminal, too."""
+    """The table in aligned Markdown, for pages and terminals."""
     cells = [_head(study), *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells]
@@ -71,13 +71,14 @@ def table(rows: Sequence[Mapping[str, Any]], study: Study) -> str:
 
 
 def warning_table(study: Study, runs: RunResults, seeds: Sequence[int]) -> str:
-    """Tabulate which warnings came in how many runs of each arm, and in the median at which update."""
+    """A table of warnings: in how many runs of each arm, and the median of the update of the first one."""
     lines = ["| arm | warnings: runs of all, update in the median |", "|---|---|"]
     for arm in study.arms:
-        own = [runs[arm, env, seed].get("warnings", {}) for env in study.worlds for seed in seeds]
-        at = {name: sorted(one[name] for one in own if name in one) for name in {name for one in own for name in one}}
-        told = sorted((float(np.median(updates)), name, len(updates)) for name, updates in at.items())
-        cells = [f"`{name}` {count} of {len(own)}, {median:.0f}" for median, name, count in told]
+        warnings = [runs[arm, env, seed].get("warnings", {}) for env in study.worlds for seed in seeds]
+        names = {name for run_warnings in warnings for name in run_warnings}
+        updates = {name: [run_warnings[name] for run_warnings in warnings if name in run_warnings] for name in names}
+        medians = sorted((float(np.median(values)), name, len(values)) for name, values in updates.items())
+        cells = [f"`{name}` {count} of {len(warnings)}, {median:.0f}" for median, name, count in medians]
         lines.append(f"| {arm} | {'; '.join(cells) or 'none'} |")
     return "\n".join(lines)
 
@@ -109,24 +110,29 @@ def write_study(
     expected: str = "",
     name: str = "",
 ) -> None:
-    """Everything that a reader looks at; each file is there when it is whole.
+    """Write table, plots and page, each whole or not at all.
 
     Args:
-        expected: what was thought before the runs; without it the page has no such section.
-        name: that of a study that ships (`STUDIES`), whose command the page then shows.
+        folder: of the study.
+        study: its question and arms.
+        rows: of `tabulate_study`.
+        runs: by arm, environment and seed.
+        seeds: of the runs.
+        expected: the result that was expected before the runs; "" leaves the section out.
+        name: in `STUDIES`, for the command on the page.
     """
     figure = _draw(study, rows, runs, seeds)
     for suffix in ("png", "svg"):
-        save(figure, folder / f"curves.{suffix}")
-    write_whole(folder / "table.jsonl", "".join(json.dumps(plain_json(row)) + "\n" for row in rows))
-    write_whole(folder / "table.md", table(rows, study) + "\n")
+        save_figure(figure, folder / f"curves.{suffix}")
+    write_atomic(folder / "table.jsonl", "".join(json.dumps(plain_json(row)) + "\n" for row in rows))
+    write_atomic(folder / "table.md", table(rows, study) + "\n")
     text = _page(study, rows, (folder / "curves.svg").read_text(), expected=expected, name=name)
-    write_whole(folder / "index.html", text)
+    write_atomic(folder / "index.html", text)
 
 
 def _draw(study: Study, rows: Sequence[Mapping[str, Any]], runs: RunResults, seeds: Sequence[int]) -> Any:
-    """Interquartile means with their intervals, and over the updates."""
-    from matplotlib.figure import Figure  # here, because it is heavy
+    """The plot: interquartile means with their intervals, after training and over the updates."""
+    from matplotlib.figure import Figure  # imported late, since it is slow
 
     figure = Figure(figsize=(10.5, max(3.4, 0.42 * len(rows) + 1.4)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
@@ -136,13 +142,13 @@ def _draw(study: Study, rows: Sequence[Mapping[str, Any]], runs: RunResults, see
         left.plot([row["iqm"]], [index], **style | {"linestyle": "-"}, markersize=7)
         at, mean, low, high = _curve(runs, row["arm"], study.worlds, seeds)
         right.plot(at, mean, **style, markersize=4, label=row["arm"])
-        if len(rows) <= BANDS:
+        if len(rows) <= MAX_BANDS:
             right.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
     left.axvline(np.mean([row["start"] for row in rows]), color="#888888", linewidth=1, linestyle=":")
     left.set_yticks(range(len(rows)), [row["arm"] for row in rows])
     left.invert_yaxis()
     left.set_xlabel("success on test tasks (IQM, 95 %); dotted: warm start")
-    over_updates(right)
+    label_updates(right)
     right.set_ylabel("success on test tasks (IQM)")
     right.set_ylim(-0.02, 1.02)
     left.set_xlim(-0.02, 1.02)
@@ -154,11 +160,11 @@ def _draw(study: Study, rows: Sequence[Mapping[str, Any]], runs: RunResults, see
 
 
 def _curve(runs: RunResults, arm: str, worlds: Mapping, seeds: Sequence[int]) -> tuple[list[int], list, list, list]:
-    """Updates, the interquartile mean at each, and its interval."""
+    """Updates, the interquartile mean at each, and its interval's bounds."""
     at = runs[arm, next(iter(worlds)), seeds[0]]["updates"]
-    seen = [_scores(runs, arm, worlds, seeds, at=index) for index in range(len(at))]
-    bands = [interval(iqm, one, resamples=400) for one in seen]
-    return at, [iqm(one) for one in seen], [low for low, _ in bands], [high for _, high in bands]
+    scores = [_scores(runs, arm, worlds, seeds, at=index) for index in range(len(at))]
+    bands = [interval(iqm, score_se, resamples=400) for score_se in scores]
+    return at, [iqm(score_se) for score_se in scores], [low for low, _ in bands], [high for _, high in bands]
 
 
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:64rem;margin:2.5rem auto;padding:0 1rem}
@@ -170,7 +176,7 @@ svg{max-width:100%;height:auto}"""
 
 
 def _page(study: Study, rows: Sequence[Mapping[str, Any]], picture: str, *, expected: str, name: str) -> str:
-    """One HTML file that needs nothing beside it."""
+    """The page as one self-contained HTML file."""
     lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in _head(study))]
     lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(row)) for row in rows]
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
@@ -188,45 +194,45 @@ def _page(study: Study, rows: Sequence[Mapping[str, Any]], picture: str, *, expe
     )
 
 
-# In the documentation -----------------------------------------------------------------------------------
+# Publishing -----------------------------------------------------------------------------------
 
 
 def read_published(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Read the runs that stand in a documentation's folder, by arm, environment and seed."""
+    """Published runs by arm, environment and seed."""
     return {(line["arm"], line["env"], line["seed"]): line for line in read_metrics(path)}
 
 
 def publish_study(docs: Path, name: str, study: Study, runs: RunResults, seeds: Sequence[int]) -> None:
-    """Write a study's runs and picture into a folder, and its tables into the page there that has a place for them."""
+    """Write a study's runs and plot into the documentation, and its tables into its page there."""
     page = docs / f"{name}.md"
     text = page.read_text() if page.exists() else ""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise BadInput(f"{page} must be a page with one line {BEGIN} and one {END} after it: the table goes between")
     rows = tabulate_study(study, runs, seeds)
-    own = [runs[arm, env, seed] for arm in study.arms for env in study.worlds for seed in seeds]
-    lines = [json.dumps({field: line[field] for field in KEPT if field in line}) + "\n" for line in own]
-    write_whole(docs / f"{name}.jsonl", "".join(lines))
-    save(_draw(study, rows, runs, seeds), docs / f"{name}.svg")
-    noted = read_json(docs / MACHINES, "restore or remove it") if (docs / MACHINES).exists() else {}
-    write_whole(docs / MACHINES, json.dumps(noted | {name: processor_of_bits()}, indent=1, sort_keys=True) + "\n")
+    records = [runs[arm, env, seed] for arm in study.arms for env in study.worlds for seed in seeds]
+    lines = [json.dumps({field: record[field] for field in PUBLISHED if field in record}) + "\n" for record in records]
+    write_atomic(docs / f"{name}.jsonl", "".join(lines))
+    save_figure(_draw(study, rows, runs, seeds), docs / f"{name}.svg")
+    machines = read_json(docs / MACHINES, "restore or remove it") if (docs / MACHINES).exists() else {}
+    write_atomic(docs / MACHINES, json.dumps(machines | {name: processor_of_bits()}, indent=1, sort_keys=True) + "\n")
     text = insert_table(text, BEGIN, END, table(rows, study))
-    write_whole(
+    write_atomic(
         page, insert_table(text, WARNED, WARNED_END, warning_table(study, runs, seeds)) if WARNED in text else text
     )
 
 
 def processor_of_bits() -> str:
-    """Name what the bits of a run depend on: the kind of device, its generation and widest vectors, and XLA's version.
+    """The processor, as far as a run's bits depend on it: device kind, generation, widest vectors, XLA's version.
 
-    Generations of a maker's processors share a name in virtual machines, and XLA compiles for each by its own rules.
+    In virtual machines, generations of processors share a name, but XLA compiles for each in its own way.
     """
-    told = processor()
-    generation = f"family {told['cpu family']}, model {told['model']}, " if "cpu family" in told else ""
-    wide = "AVX-512" if "avx512f" in told.get("flags", "").split() else "no AVX-512"
-    return f"{machine()['device_kind']}, {generation}{wide}, jaxlib {version('jaxlib')}"
+    cpu = cpu_info()
+    generation = f"family {cpu['cpu family']}, model {cpu['model']}, " if "cpu family" in cpu else ""
+    vectors = "AVX-512" if "avx512f" in cpu.get("flags", "").split() else "no AVX-512"
+    return f"{machine()['device_kind']}, {generation}{vectors}, jaxlib {version('jaxlib')}"
 
 
 def insert_table(text: str, begin: str, end: str, table: str) -> str:
-    """Put a table between two lines of a text, in the place of what stands there."""
-    before, rest = text.split(begin)
-    return f"{before}{begin}\n{table}\n{end}{rest.split(end)[1]}"
+    """The text with a table between the lines `begin` and `end`, in place of what was there."""
+    before, after = text.split(begin)
+    return f"{before}{begin}\n{table}\n{end}{after.split(end)[1]}"

@@ -1,19 +1,19 @@
-"""Reports of a run: metrics and clocks in files, a line in the terminal, curves, pages, warnings.
+"""Reports of a run: metrics and timings in files, a progress line, plots, the viewer, warnings.
 
 Modules:
 
-    figures          Draw the figures of a run from its metrics and timings: `draw_all` writes a picture of each kind
-    health           Detect a run that collapses, from its lines of metrics
-    metrics          Write the figures of a run as it goes
-    plots            The curves of a run, from its `metrics.jsonl`
-    progress         How far a run is, in one line: rewritten in a terminal, printed line by line elsewhere
-    sinks            Send the lines of a run to loggers beside its files: TensorBoard, Weights & Biases, trackio
-    tables           Measure and show: `timed` runs, `medians` of them
-    tensorboard      TensorBoard's event files
-    trajectory_page  Show trajectories on one HTML page that needs nothing else
-    watchdog         Timing of an iteration's stages, in seconds
+    figures          Plots of a run from its metrics and timings: `draw_plots` writes a picture of each kind
+    health           Detect a run that collapses from its metrics
+    metrics          Metrics of a run: `metrics.jsonl` and `timings.jsonl`
+    plots            The learning curves of a run, from its `metrics.jsonl`
+    progress         Progress of a run in one line: rewritten in a terminal, printed line by line elsewhere
+    sinks            Send the metrics of a run to loggers: TensorBoard, Weights & Biases, trackio
+    tables           Measurements and tables: `timed` calls, `medians` of them
+    tensorboard      TensorBoard event files
+    trajectory_page  Trajectories on one self-contained HTML page
+    watchdog         Seconds of the stages of an iteration, and a report if it takes too long
 
-Names are listed in `__init__.pyi`, and are loaded when they are first used: settings and progress need no JAX.
+Names are listed in `__init__.pyi` and loaded on first use: settings and progress need no JAX.
 """
 
 import lazy_loader

@@ -1,7 +1,7 @@
-from .figures import draw_all as draw_all
-from .health import findings as findings
+from .figures import draw_plots as draw_plots
+from .health import diagnose as diagnose
 from .metrics import METRICS as METRICS
-from .metrics import Metrics as Metrics
+from .metrics import MetricsWriter as MetricsWriter
 from .metrics import read_metrics as read_metrics
 from .plots import COLOURS as COLOURS
 from .plots import DASHES as DASHES
@@ -11,7 +11,7 @@ from .plots import make_figure as make_figure
 from .plots import tool_mix_curves as tool_mix_curves
 from .progress import Progress as Progress
 from .sinks import open_sinks as open_sinks
-from .trajectory_page import Shown as Shown
-from .trajectory_page import ShownCall as ShownCall
-from .trajectory_page import ShownTurn as ShownTurn
-from .trajectory_page import viewer as viewer
+from .trajectory_page import PageCall as PageCall
+from .trajectory_page import PageTrajectory as PageTrajectory
+from .trajectory_page import PageTurn as PageTurn
+from .trajectory_page import write_viewer as write_viewer

@@ -1,10 +1,10 @@
-"""Detect a run that collapses, from its lines of metrics, and say which figure crossed which limit and how to fix it.
+"""Detect a run that collapses from its metrics: which number crossed which limit, and how to fix it.
 
-    findings(lines)       ->  what is wrong at the end of these lines
-    warnings_of(lines)    ->  all that a run with these lines was told, in order
-    watch_health          a sink of `Metrics` that warns a run as it goes, and keeps `warnings.jsonl`
+    diagnose(lines)          what is wrong at the end of these lines
+    all_warnings(lines)      all warnings of a run with these lines, in order
+    health_sink              a sink of `MetricsWriter` that warns during the run, and writes `warnings.jsonl`
 
-Figures are means over a window of updates, except those of validations. A warning comes when something begins, and
+Numbers are means over a window of updates, except those of validations. A warning is given when a limit is crossed, and
 again when it is twice as bad. What can't be known yet, or isn't in the metrics, is not wrong. Everything is a function
 of `metrics.jsonl`, so a resumed run writes the same warnings as an undisturbed one.
 """
@@ -22,13 +22,13 @@ import numpy as np
 from flowgrpo.report.metrics import Line, Sink, without_empty_means
 from flowgrpo.types import BadInput
 
-WORST = 10.0  # times as bad as the limit: what falls towards 0 gets no worse than that
-RISEN = 0.02  # of the success rate, from which it has risen between two windows
-INFORMED = 0.1  # nats, by which what an action says of its task has to fall
-CHANCE = 5.0  # standard errors of a difference to the best window, which is one of many
+WORST = 10.0  # times the limit: the severity of a number that falls towards 0 is bounded by this
+RISEN = 0.02  # smallest rise of the success rate between two windows
+INFORMED = 0.1  # nats: smallest fall of the task information
+CHANCE = 5.0  # standard errors of a difference to the best window, which is selected from many
 WARNINGS = "warnings.jsonl"
-WORSE = 2.0  # times as bad as when it was told last, from which it is told again
-FIGURES = {  # what is looked at, by phase
+WORSE = 2.0  # times the severity of the last warning, from which there is another
+WATCHED = {  # metrics by phase
     "train": (
         *("success", "entropy", "repeated_text", "repeated_actions", "ratio_p01", "ratio_p99", "clip_low_fraction"),
         *("clip_high_fraction", "zero_signal_groups", "tool_errors", "chosen_per_trajectory", "gap"),
@@ -36,29 +36,29 @@ FIGURES = {  # what is looked at, by phase
     ),
     "validation": ("success", "success_low", "success_high", "gap"),
 }
-History = dict[str, list[float]]  # the figures so far, by `phase/name`
+History = dict[str, list[float]]  # the values so far, by `phase/name`
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealthLimits:
-    """From where on something is wrong."""
+    """Limits beyond which there is a warning."""
 
-    window: int = 5  # updates whose mean counts
-    entropy: float = 0.01  # nats a token, below which a policy hardly explores
-    entropy_share: float = 0.5  # of a window ago, below which entropy falls fast
-    information_share: float = 0.5  # of what it was at first, below which actions no longer follow their task
-    solved: float = 0.9  # success from which low entropy and groups without a signal are what they should be
-    repeated_text: float = 0.3  # of the runs of four tokens
-    repeated_actions: float = 0.6  # of the actions that follow another
-    ratio: float = 2.0  # by which one token in a hundred is more, or less, likely than when it was sampled
+    window: int = 5  # number of updates of a mean
+    entropy: float = 0.01  # nats per token, below which a policy hardly explores
+    entropy_share: float = 0.5  # fraction of the window before, below which entropy falls fast
+    information_share: float = 0.5  # fraction of the first window, below which actions no longer depend on their task
+    solved: float = 0.9  # success from which low entropy and groups without a signal are as they should be
+    repeated_text: float = 0.3  # fraction of the 4-grams
+    repeated_actions: float = 0.6  # fraction of the actions that follow another
+    ratio: float = 2.0  # factor by which one token in a hundred is more, or less, likely than when it was sampled
     clip_fraction: float = 0.4  # of the tokens
-    zero_signal_groups: float = 0.85  # of the groups
-    zero_signal_rise: float = 0.3  # of the groups, more than when there were fewest
-    tool_errors_rise: float = 0.25  # of the turns, more than when there were fewest
-    drift: float = 2.0  # times as many chosen tokens as at first, or as few
-    fall: float = 0.1  # of the success, and by more than chance
-    sampler_kl: float = 0.002  # nats a token between sampler and learner, far above what rounding to bfloat16 gives
-    gap: float = 0.1  # by which the gap has grown since the start: over two deviations of 256 answers
+    zero_signal_groups: float = 0.85  # fraction of the groups
+    zero_signal_rise: float = 0.3  # rise of this fraction since its lowest
+    tool_errors_rise: float = 0.25  # rise of the fraction of turns with an error, since its lowest
+    drift: float = 2.0  # factor by which the number of chosen tokens has grown, or shrunk, since the first window
+    fall: float = 0.1  # of the success rate, and by more than chance
+    sampler_kl: float = 0.002  # nats per token between sampler and learner; rounding to bfloat16 gives far less
+    gap: float = 0.1  # growth of the gap since the start: over two standard deviations of 256 answers
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -66,7 +66,7 @@ class HealthLimits:
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong."""
+    """A number beyond its limit."""
 
     name: str  # of the check
     figure: float
@@ -81,80 +81,86 @@ Check = Callable[[History, HealthLimits], Finding | None]
 # Warnings ---------------------------------------------------------------------------------------------
 
 
-def findings(lines: Iterable[Line], limits: HealthLimits | None = None) -> list[Finding]:
-    """List what is wrong at the end of these lines of metrics; without `limits`, by the default ones."""
+def diagnose(lines: Iterable[Line], limits: HealthLimits | None = None) -> list[Finding]:
+    """What is wrong at the end of these lines of metrics."""
     history: History = {}
     for line in lines:
-        _take(history, line)
-    return _examine(history, limits or HealthLimits())
+        _record(history, line)
+    return _check(history, limits or HealthLimits())
 
 
-def warnings_of(lines: Iterable[Line], limits: HealthLimits | None = None) -> list[dict[str, Any]]:
-    """All that a run with these lines is told, in order, as lines of `warnings.jsonl`."""
-    watcher = Watcher(limits or HealthLimits())
-    return [warning for line in lines for warning in watcher.look(line)]
+def all_warnings(lines: Iterable[Line], limits: HealthLimits | None = None) -> list[dict[str, Any]]:
+    """All warnings of a run with these lines, in order, as lines of `warnings.jsonl`."""
+    monitor = HealthMonitor(limits or HealthLimits())
+    return [warning for line in lines for warning in monitor.observe(line)]
 
 
-class Watcher:
-    """Figures of a run so far, with the severity at which each check last warned of it."""
+class HealthMonitor:
+    """Metrics of a run so far, and the severity of the last warning of each check."""
 
     def __init__(self, limits: HealthLimits):
-        self._limits, self._history, self._told = limits, {}, {}
+        self._limits, self._history, self._last_severity = limits, {}, {}
 
-    def look(self, line: Line) -> list[dict[str, Any]]:
-        """Take in a line, and list the warnings due: what begins, and what is `WORSE` times as bad as last told."""
-        if not _take(self._history, line):
+    def observe(self, line: Line) -> list[dict[str, Any]]:
+        """Warnings after this line: of new findings, and of those `WORSE` times as severe as at their last warning."""
+        if not _record(self._history, line):
             return []
-        found = _examine(self._history, self._limits)
-        news = [one for one in found if one.severity >= WORSE * self._told.get(one.name, 0.0)]
-        self._told |= {one.name: max(one.severity, 1e-9) for one in news}
-        return [{"phase": line.get("phase", "train"), "update": line["update"], **_shown(one)} for one in news]
+        last, findings = self._last_severity, _check(self._history, self._limits)
+        due = [finding for finding in findings if finding.severity >= WORSE * last.get(finding.name, 0.0)]
+        last |= {finding.name: max(finding.severity, 1e-9) for finding in due}
+        return [
+            {
+                "phase": line.get("phase", "train"),
+                "update": line["update"],
+                "warning": finding.name,
+                "figure": round(finding.figure, 6),
+                "limit": round(finding.limit, 6),
+                "words": finding.words,
+            }
+            for finding in due
+        ]
 
 
-def watch_health(
-    folder: Path, kept: Sequence[Line], *, say: Callable[[str], None], limits: HealthLimits | None = None
+def health_sink(
+    folder: Path, kept_lines: Sequence[Line], *, log: Callable[[str], None], limits: HealthLimits | None = None
 ) -> Sink:
-    """Tell a run as it goes, and write `warnings.jsonl` again from the lines that it has kept."""
-    watcher, path = Watcher(limits or HealthLimits()), Path(folder) / WARNINGS
-    before = [warning for line in kept for warning in watcher.look(line)]
-    path.write_text("".join(json.dumps(one) + "\n" for one in before))
+    """A sink that logs warnings and writes `warnings.jsonl`, first again for the lines that the run has kept."""
+    monitor, path = HealthMonitor(limits or HealthLimits()), Path(folder) / WARNINGS
+    earlier = [warning for line in kept_lines for warning in monitor.observe(line)]
+    path.write_text("".join(json.dumps(warning) + "\n" for warning in earlier))
 
     def write(line: Line, _timings: Line) -> None:
-        for one in watcher.look(line):
+        for warning in monitor.observe(line):
             with path.open("a") as file:
-                file.write(json.dumps(one) + "\n")
-            say(f"warning: {one['phase']} {one['update']}: {one['words']}")
+                file.write(json.dumps(warning) + "\n")
+            log(f"warning: {warning['phase']} {warning['update']}: {warning['words']}")
 
     return Sink(write, lambda: None)
 
 
-def health_summary(told: Sequence[Mapping[str, Any]]) -> str | None:
-    """One line for the end of a run: how often it was warned of what; None where it wasn't."""
-    if not told:
+def health_summary(warnings: Sequence[Mapping[str, Any]]) -> str | None:
+    """One line for the end of a run: the number of warnings, and the first update of each kind; None without any."""
+    if not warnings:
         return None
     first: dict[str, int] = {}
-    for one in told:
-        first.setdefault(one["warning"], one["update"])
+    for warning in warnings:
+        first.setdefault(warning["warning"], warning["update"])
     places = ", ".join(f"{name} (from update {update} on)" for name, update in first.items())
-    return f"{len(told)} {'warning' if len(told) == 1 else 'warnings'}: {places}; see {WARNINGS}"
-
-
-def _shown(one: Finding) -> dict[str, Any]:
-    rounded = {"figure": round(one.figure, 6), "limit": round(one.limit, 6)}
-    return {"warning": one.name, **rounded, "words": one.words}
+    return f"{len(warnings)} {'warning' if len(warnings) == 1 else 'warnings'}: {places}; see {WARNINGS}"
 
 
 def make_sampler_warning(limits: HealthLimits | None = None) -> Callable[[Any], None]:
-    """`warn(sampler_kl)`, of an update or of several: warns as Python does, the first time that it is above its limit.
+    """`warn(sampler_kl)` gives a Python warning the first time that the KL is above its limit.
 
-    For loops of one's own; a run looks at all its figures, and keeps its warnings in a file.
+    It takes the KL of one update or several, and is for loops of one's own: a run checks all metrics, and writes its
+    warnings to a file.
     """
-    limit, told = (limits or HealthLimits()).sampler_kl, []
+    limit, warned = (limits or HealthLimits()).sampler_kl, []
 
     def warn(kl: Any) -> None:
         worst = float(np.max(kl))
-        if worst > limit and not told:
-            told.append(worst)
+        if worst > limit and not warned:
+            warned.append(worst)
             warnings.warn(_sampler_words(worst, limit), stacklevel=2)
 
     return warn
@@ -162,53 +168,53 @@ def make_sampler_warning(limits: HealthLimits | None = None) -> Callable[[Any], 
 
 def _sampler_words(kl: float, limit: float) -> str:
     return (
-        f"the learner has other probabilities than the sampler had with the same weights: KL {kl:.4f} a token, above "
+        f"the learner has other probabilities than the sampler had with the same weights: KL {kl:.4f} per token, above "
         f"{limit:g}: give both the same temperature, banned tokens, top-k, top-p and dtype, or an algorithm with a "
-        "correction where they are to differ"
+        "correction if they are to differ"
     )
 
 
-# Figures over time ------------------------------------------------------------------------------------
+# Metrics over time ------------------------------------------------------------------------------------
 
 
-def _take(history: History, line: Line) -> bool:
-    """Take a line in; whether there was anything in it to look at."""
+def _record(history: History, line: Line) -> bool:
+    """Append the metrics of a line -> whether any metrics of its phase are watched."""
     phase = line.get("phase", "train")  # lines of `loop.train_loop` have none
-    names = FIGURES.get(phase, ())
-    figures = without_empty_means(line)
+    names = WATCHED.get(phase, ())
+    metrics = without_empty_means(line)
     for name in names:
-        if figures.get(name) is not None:
-            history.setdefault(f"{phase}/{name}", []).append(float(figures[name]))
+        if metrics.get(name) is not None:
+            history.setdefault(f"{phase}/{name}", []).append(float(metrics[name]))
     return bool(names)
 
 
-def _examine(history: History, limits: HealthLimits) -> list[Finding]:
-    """Run all checks on the figures so far, and list what is wrong now."""
-    found = [check(history, limits) for check in CHECKS]
-    return [one for one in found if one is not None]
+def _check(history: History, limits: HealthLimits) -> list[Finding]:
+    """What all checks find now."""
+    findings = (check(history, limits) for check in CHECKS)
+    return [finding for finding in findings if finding is not None]
 
 
 def _mean(history: History, name: str, limits: HealthLimits, *, ago: int = 0) -> float | None:
-    """The mean over the window that ended so many windows ago; None where there were not so many updates."""
+    """Mean over the window that ended `ago` windows ago; None if there are too few updates."""
     series, size = history.get(f"train/{name}", []), limits.window
     end = len(series) - ago * size
     return sum(series[end - size : end]) / size if end >= size else None
 
 
 def _first(history: History, name: str, limits: HealthLimits) -> float | None:
-    """The mean over the first window; None until a second one is over."""
+    """Mean over the first window; None until a second one is over."""
     series = history.get(f"train/{name}", [])
     return sum(series[: limits.window]) / limits.window if len(series) >= 2 * limits.window else None
 
 
 def _means(history: History, name: str, limits: HealthLimits) -> np.ndarray:
-    """The means over every two windows in a row; none until there are updates beside the last two."""
+    """Means over each two consecutive windows; empty until there are updates before the last two."""
     series, size = history.get(f"train/{name}", []), 2 * limits.window
     return np.convolve(series, np.full(size, 1 / size), "valid") if len(series) >= 2 * size else np.empty(0)
 
 
 def _by_chance(history: History, name: str, limits: HealthLimits) -> float:
-    """By how much the means of two windows in a row may differ by chance, from how much successive updates do."""
+    """Difference of means over two windows that chance explains, from the differences of successive updates."""
     variance = np.mean(np.diff(history[f"train/{name}"]) ** 2) / 2
     return CHANCE * float(np.sqrt(variance / limits.window))
 
@@ -218,7 +224,7 @@ def _is_solved(history: History, limits: HealthLimits) -> bool:
 
 
 def _risen(now: float | None, before: float | None) -> bool:
-    """Say whether success has risen; where nothing is known of it, nothing was gained."""
+    """Whether success has risen; it has not if it is unknown."""
     return now is not None and before is not None and now >= before + RISEN
 
 
@@ -252,7 +258,7 @@ def _falling_entropy(history: History, limits: HealthLimits) -> Finding | None:
 
 
 def _falling_information(history: History, limits: HealthLimits) -> Finding | None:
-    """Compare what first actions say of their task, where it is in the metrics, with what they said at first."""
+    """Mutual information of first actions and tasks, against that of the first window."""
     name = "task_information"
     now, first = _mean(history, name, limits), _first(history, name, limits)
     success = _mean(history, "success", limits), _first(history, "success", limits)
@@ -262,15 +268,15 @@ def _falling_information(history: History, limits: HealthLimits) -> Finding | No
     if now >= limit:
         return None
     words = (
-        f"the first action says {now:.2f} nats of its task, and said {first:.2f} at first, below {limit:.2f}: the "
-        "policy acts alike whatever is asked; go on from an earlier checkpoint with a lower learning rate, or learn "
-        "from groups with a signal only"
+        f"the first action has {now:.2f} nats of information about its task, and had {first:.2f} at first, below "
+        f"{limit:.2f}: the policy acts alike whatever the task; resume from an earlier checkpoint with a lower "
+        "learning rate, or learn from groups with a signal only"
     )
     return Finding(name, now, limit, limit / max(now, limit / WORST), words)
 
 
 def _above(history: History, limits: HealthLimits, name: str, what: str, fix: str) -> Finding | None:
-    """A share that should stay below its limit."""
+    """A fraction that should stay below its limit."""
     now, limit = _mean(history, name, limits), getattr(limits, name)
     if now is None or now <= limit:
         return None
@@ -292,7 +298,7 @@ def _ratio(history: History, limits: HealthLimits) -> Finding | None:
 
 
 def _sampler(history: History, limits: HealthLimits) -> Finding | None:
-    """Look at the last update alone, since what disagrees does so from the first one on."""
+    """The last update alone: what disagrees does so from the first one on."""
     now = history.get("train/sampler_kl", [0.0])[-1]
     if now <= limits.sampler_kl or history.get("train/correction"):
         return None
@@ -316,17 +322,17 @@ def _clip_fraction(history: History, limits: HealthLimits) -> Finding | None:
 def _dead_groups(history: History, limits: HealthLimits) -> Finding | None:
     if _is_solved(history, limits):
         return None
-    fix = "nearly nothing is learned from; try more samples of a query, easier or other tasks, or a partial reward"
-    found = _above(history, limits, "zero_signal_groups", "the share of groups with equal rewards", fix)
-    if found is None:
+    fix = "there is little to learn from; try more samples per task, easier or other tasks, or a partial reward"
+    finding = _above(history, limits, "zero_signal_groups", "the fraction of groups with equal rewards", fix)
+    if finding is None:
         return None
-    dead = 1 - found.limit
-    living = dead / max(1 - found.figure, dead / WORST)  # twice as bad where half as many have a signal
-    return found._replace(severity=living)
+    tolerated = 1 - finding.limit
+    severity = tolerated / max(1 - finding.figure, tolerated / WORST)  # twice as bad if half as many have a signal
+    return finding._replace(severity=severity)
 
 
 def _rise(history: History, limits: HealthLimits, name: str, what: str, fix: str) -> Finding | None:
-    """Compare a share with what it was when it was lowest; success has not risen since."""
+    """Rise of a fraction since its lowest, if success has not risen since."""
     means, success, size = _means(history, name, limits), _means(history, "success", limits), 2 * limits.window
     if not len(means) or _is_solved(history, limits):
         return None
@@ -363,7 +369,7 @@ def _length(history: History, limits: HealthLimits) -> Finding | None:
 
 
 def _falling_success(history: History, limits: HealthLimits) -> Finding | None:
-    rates, lows, highs = (history.get(f"validation/{name}", []) for name in FIGURES["validation"][:3])
+    rates, lows, highs = (history.get(f"validation/{name}", []) for name in WATCHED["validation"][:3])
     if len(rates) < 2 or len(rates) != len(lows) or len(rates) != len(highs):
         return None
     best = max(range(len(rates)), key=rates.__getitem__)
@@ -372,13 +378,13 @@ def _falling_success(history: History, limits: HealthLimits) -> Finding | None:
         return None
     words = (
         f"validation success fell from {rates[best]:.2f} to {rates[-1]:.2f}, by more than {limits.fall:g} and than "
-        "chance: the best checkpoint is kept; go on from there with a lower learning rate or more KL"
+        "chance: the best checkpoint is kept; resume from there with a lower learning rate or more KL"
     )
     return Finding("success", fall, limits.fall, fall / limits.fall, words)
 
 
 def _falling_training(history: History, limits: HealthLimits) -> Finding | None:
-    """Compare training success with its best, where no two validations say more."""
+    """Fall of training success from its best, if there are no two validations to compare."""
     means, size = _means(history, "success", limits), 2 * limits.window
     if not len(means) or len(history.get("validation/success", [])) > 1:
         return None
@@ -388,16 +394,16 @@ def _falling_training(history: History, limits: HealthLimits) -> Finding | None:
     if fall <= limit:
         return None
     words = (
-        f"training success fell from {best:.2f} to {means[-1]:.2f}, by more than {limit:.2f} and than chance: go on "
+        f"training success fell from {best:.2f} to {means[-1]:.2f}, by more than {limit:.2f} and than chance: resume "
         "from an earlier checkpoint with a lower learning rate or more KL, and validate to know the best one"
     )
     return Finding("training_success", fall, limit, fall / limit, words)
 
 
 def _gap(history: History, limits: HealthLimits) -> Finding | None:
-    """By validations where they have one, else by windows of training."""
-    seen = history.get("validation/gap", [])
-    first, now = (seen[0], seen[-1]) if seen else (_first(history, "gap", limits), _mean(history, "gap", limits))
+    """Growth of the gap between reward and held-out check: by validations if they have it, else by windows."""
+    gaps = history.get("validation/gap", [])
+    first, now = (gaps[0], gaps[-1]) if gaps else (_first(history, "gap", limits), _mean(history, "gap", limits))
     if first is None or now is None or now - first <= limits.gap:
         return None
     words = (
@@ -412,13 +418,13 @@ CHECKS: tuple[Check, ...] = (
     partial(
         _above,
         name="repeated_text",
-        what="the share of repeated text",
-        fix="actions run in circles; try more KL, a lower learning rate, or fewer new tokens an action",
+        what="the fraction of repeated text",
+        fix="actions run in circles; try more KL, a lower learning rate, or fewer new tokens per action",
     ),
     partial(
         _above,
         name="repeated_actions",
-        what="the share of repeated actions",
+        what="the fraction of repeated actions",
         fix="the policy takes the same action again; look at trajectories/, and try to stop repetitions or fewer turns",
     ),
     *(_ratio, _sampler, _clip_fraction, _dead_groups),
@@ -426,7 +432,7 @@ CHECKS: tuple[Check, ...] = (
         _rise,
         name="zero_signal_groups",
         what="groups with equal rewards",
-        fix="there is less to learn from; try a lower learning rate with an entropy bonus, or more samples of a query",
+        fix="there is less to learn from; try a lower learning rate with an entropy bonus, or more samples per task",
     ),
     partial(
         _rise,

@@ -1,8 +1,8 @@
-"""How far a run is, in one line: rewritten in a terminal, printed line by line elsewhere.
+"""Progress of a run in one line: rewritten in a terminal, printed line by line elsewhere.
 
 train   12/150  1:23 left  success 0.54  turns 3.2  tool errors 0.08  KL 0.0123  entropy 1.31  3,380 tok/s
 
-In a terminal that is too narrow for all figures, those that don't fit are left out, the last ones first.
+In a terminal that is too narrow, the metrics that don't fit are left out, the last ones first.
 """
 
 import math
@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
-QUIET = 30.0  # seconds between two lines of a stage where there is no terminal
+QUIET = 30.0  # seconds between two lines of a stage without a terminal
 GAP = "  "  # between two parts of a line
 
-FORMS = {  # what is shown where it is there, and how
+FORMATS = {  # of the metrics that are shown
     "success": "success {:.2f}",
     "nll": "loss {:.3f}",
     "preferred": "preferred {:.2f}",
@@ -30,61 +30,63 @@ FORMS = {  # what is shown where it is there, and how
     "inference_seconds": "inference {:.1f} s",
     "train_seconds": "update {:.1f} s",
 }
-COMPUTED = "computed {:,.0f} of {:,.0f} context tokens"  # of an update whose contexts begin alike
+COMPUTED = "computed {:,.0f} of {:,.0f} context tokens"  # of an update whose contexts share prefixes
 
 
 class Progress:
-    """The line of a run of `total` updates, on stderr by default, so that results alone are on stdout."""
+    """The progress line of a run of `total` updates; on stderr by default, so that stdout has the results alone."""
 
     def __init__(self, total: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self._total, self._stream, self._clock = total, stream or sys.stderr, clock
-        self._phase, self._begun = "", {}
+        self._phase, self._starts = "", {}  # (time, update) of the first line of each phase
         self._printed_at = -math.inf
         self._parts: list[str] = []  # of the last line of `show`, the most important first
         self._live = self._stream.isatty()
-        self._open = False  # the line on the terminal can still be rewritten
+        self._can_rewrite = False  # the line on the terminal
 
-    def show(self, phase: str, update: int, figures: Mapping[str, Any], *, total: int | None = None) -> None:
-        """Say that this update of a phase is done; `figures` may hold the names of `FORMS` and others."""
-        self._parts = [*self._begin(phase, update, self._total if total is None else total), *format_figures(figures)]
+    def show(self, phase: str, update: int, metrics: Mapping[str, Any], *, total: int | None = None) -> None:
+        """Show that this update of a phase is done, with those of the metrics that are in `FORMATS`."""
+        total = self._total if total is None else total
+        self._parts = [*self._count(phase, update, total), *format_metrics(metrics)]
         self._print(self._parts, new=phase != self._phase)
         self._phase = phase
 
     def step(self, stage: str, done: int, total: int) -> None:
-        """Say how many parts of a stage are done, which may come again; on a terminal before the line that is there.
+        """Show how many parts of a stage are done; a stage may be repeated.
 
-        Elsewhere a stage has a line where it first begins, and later ones are `QUIET` seconds from any line.
+        On a terminal this is put before the current line. Elsewhere a stage has a line when it first starts, and
+        further ones at least `QUIET` seconds after any line.
         """
-        is_new = stage not in self._begun
+        is_new = stage not in self._starts
         if done == 0:
-            self._begun.pop(stage, None)
-        parts = self._begin(stage, done, total)
+            self._starts.pop(stage, None)
+        parts = self._count(stage, done, total)
         if self._live and self._parts:
             self._print([*parts, f"|  {self._parts[0]}", *self._parts[1:]], new=False)
         elif self._live or is_new or self._clock() - self._printed_at >= QUIET:
             self._print(parts, new=False)
 
-    def _begin(self, phase: str, update: int, total: int) -> list[str]:
+    def _count(self, phase: str, update: int, total: int) -> list[str]:
         """The first parts of a line: how much is done, and the time left."""
-        left = self.left(phase, update, total)
+        seconds = self.seconds_left(phase, update, total)
         count = f"{phase} {update:>{len(str(total))}}/{total}"
-        return [count] if left is None else [count, f"{clock_time(left)} left"]
+        return [count] if seconds is None else [count, f"{clock_time(seconds)} left"]
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line that stays."""
         self.end()
         print(text, file=self._stream, flush=True)
 
     def end(self) -> None:
-        """Leave the line as it is."""
-        if self._open:
+        """End the current line."""
+        if self._can_rewrite:
             print(file=self._stream, flush=True)
-        self._open = False
+        self._can_rewrite = False
 
-    def left(self, phase: str, update: int, total: int) -> float | None:
-        """Seconds that the rest of a phase takes, by what it took since its first line here; None before that."""
-        begun, first = self._begun.setdefault(phase, (self._clock(), update))
-        return (self._clock() - begun) / (update - first) * (total - update) if update > first else None
+    def seconds_left(self, phase: str, update: int, total: int) -> float | None:
+        """Seconds until the end of a phase, extrapolated from its first line here; None before there is a second."""
+        start, first = self._starts.setdefault(phase, (self._clock(), update))
+        return (self._clock() - start) / (update - first) * (total - update) if update > first else None
 
     def _print(self, parts: Sequence[str], new: bool) -> None:
         self._printed_at = self._clock()
@@ -95,21 +97,21 @@ class Progress:
             self.end()
         line = fit(parts, self._columns() - 1)
         print(f"\r\x1b[2K{line}", end="", file=self._stream, flush=True)
-        self._open = True
+        self._can_rewrite = True
 
     def _columns(self) -> int:
-        """Width of the terminal; that of the stream, where results on stdout go elsewhere."""
+        """Width of the terminal of the stream, as stdout may be redirected."""
         try:
             size = os.get_terminal_size(self._stream.fileno())
-        except OSError:  # a stream that only says that it is one
+        except OSError:  # a stream that is no real terminal
             size = os.terminal_size((80, 24))
         return shutil.get_terminal_size(size).columns
 
 
 def with_progress(phase: str, cases: Collection[T], *, stream: TextIO | None = None) -> Iterator[T]:
-    """Each of the cases, with a line before the first and behind each: how many are done, and the time left.
+    """Iterate over the cases, with a progress line before the first and after each.
 
-    The lines stay, since between them the cases may print what they found.
+    The lines stay, since the cases may print results between them.
     """
     progress = Progress(len(cases), stream=stream)
     if cases:
@@ -122,7 +124,7 @@ def with_progress(phase: str, cases: Collection[T], *, stream: TextIO | None = N
 
 
 def fit(parts: Sequence[str], width: int) -> str:
-    """As many of the parts, from the first on, as a line of this width holds; the first one is cut where it must be."""
+    """The first parts that fit into a line of this width; the first one is cut if necessary."""
     line = parts[0][:width]
     for part in parts[1:]:
         if len(line) + len(GAP) + len(part) > width:
@@ -131,17 +133,17 @@ def fit(parts: Sequence[str], width: int) -> str:
     return line
 
 
-def format_figures(figures: Mapping[str, Any]) -> list[str]:
-    """The figures that are there and are numbers, in words."""
-    found = {name: float(figures[name]) for name in FORMS if figures.get(name) is not None}
-    shown = [FORMS[name].format(value) for name, value in found.items() if math.isfinite(value)]
-    computed, laid_out = figures.get("computed_tokens"), figures.get("context_tokens")
-    is_shared = computed is not None and laid_out is not None and computed < laid_out
-    return [*shown, COMPUTED.format(computed, laid_out)] if is_shared else shown
+def format_metrics(metrics: Mapping[str, Any]) -> list[str]:
+    """The metrics of `FORMATS` that are finite numbers, formatted."""
+    values = {name: float(metrics[name]) for name in FORMATS if metrics.get(name) is not None}
+    parts = [FORMATS[name].format(value) for name, value in values.items() if math.isfinite(value)]
+    computed, in_contexts = metrics.get("computed_tokens"), metrics.get("context_tokens")
+    has_shared = computed is not None and in_contexts is not None and computed < in_contexts
+    return [*parts, COMPUTED.format(computed, in_contexts)] if has_shared else parts
 
 
 def clock_time(seconds: float) -> str:
     """`1:23`, or `2:03:04` from an hour on."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"

@@ -1,4 +1,4 @@
-"""Measure and show: `timed` runs, `medians` of them, and tables of records by `show_lines` and `show_columns`."""
+"""Measurements and tables: `timed` calls, `medians` of them, and records as `show_lines` and `show_columns`."""
 
 import statistics
 import time
@@ -9,19 +9,19 @@ import jax
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds until the results are there, and the results."""
+    """Seconds until the results are ready, and the results."""
     start = time.perf_counter()
     result = jax.block_until_ready(work())
     return time.perf_counter() - start, result
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Seconds until the results are there."""
+    """Seconds until the results are ready."""
     return timed(work)[0]
 
 
 def significant(value: float, digits: int = 3) -> float:
-    """The value to so many digits that count, so that a small share isn't printed as none."""
+    """The value rounded to `digits` significant digits, so that a small fraction isn't printed as zero."""
     return float(f"{value:.{digits}g}")
 
 
@@ -32,7 +32,7 @@ def medians(rows: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def show_lines(rows: list[dict]) -> None:
-    """A table of records that share their fields, one a line."""
+    """Print a table of records with the same fields, one per line."""
     widths = {name: 2 + max(len(name), *(len(str(row[name])) for row in rows)) for name in rows[0]} if rows else {}
     for row in [{name: name for name in widths}, *rows]:
         print("".join(f"{row[name]!s:>{width}}" for name, width in widths.items()))
@@ -40,7 +40,7 @@ def show_lines(rows: list[dict]) -> None:
 
 
 def show_columns(rows: list[dict]) -> None:
-    """A table of records with many fields, which stand below one another."""
+    """Print a table of records with many fields, one per column."""
     for name in rows[0] if rows else ():
         print(f"{name:32}" + "".join(f"{row[name]:>12}" for row in rows))
     print(flush=True)

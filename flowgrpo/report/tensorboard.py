@@ -1,10 +1,10 @@
-"""TensorBoard's event files: figures of a step flow in, records flow out, as TensorBoard has read them since 2015.
+"""TensorBoard event files, in the format that TensorBoard has read since 2015.
 
-    with EventFile(folder, purge_step=13) as events:  # what earlier files have from 13 on is forgotten
+    with EventFile(folder, purge_step=13) as events:  # purges steps from 13 on in earlier files
         events.write(13, {"success": 0.54}, {"ratio": (edges, counts)})
 
-A file is a row of records, each framed by its length and checksums; a record is a protocol buffer of few fields, which
-are written here by hand. So nothing has to be installed, no thread is started, and every record is in the file when
+A file is a sequence of records, each framed by its length and checksums; a record is a protocol buffer of few fields,
+which is encoded here. So nothing has to be installed, no thread is started, and every record is in the file when
 `write` returns.
 
     record = length (8 bytes), checksum of it, data, checksum of it;    checksum = masked CRC-32C, 4 bytes
@@ -21,11 +21,11 @@ from pathlib import Path
 
 Histogram = tuple[Sequence[float], Sequence[float]]  # edges, and the counts between them
 VERSION = b"brain.Event:2"
-START = b"\x08\x01"  # SessionLog.status = START: with a step, all that earlier files have from it on is purged
+START = b"\x08\x01"  # SessionLog.status = START: purges all steps from the event's step on in earlier files
 
 
 class EventFile:
-    """A new event file in a folder, after those that are there."""
+    """A new event file in a folder, numbered after the existing ones."""
 
     def __init__(
         self, folder: str | os.PathLike, *, purge_step: int | None = None, clock: Callable[[], float] = time.time
@@ -44,21 +44,21 @@ class EventFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def write(self, step: int, figures: Mapping[str, float], histograms: Mapping[str, Histogram] = {}) -> None:
-        """One event with the figures of a step, by their tags."""
-        values = [_bytes(1, _scalar(tag, value)) for tag, value in figures.items()]
-        values += [_bytes(1, _histogram(tag, *given)) for tag, given in histograms.items()]
+    def write(self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Histogram] = {}) -> None:
+        """Write an event with the scalars and histograms of a step, by tag."""
+        values = [_bytes(1, _scalar(tag, value)) for tag, value in scalars.items()]
+        values += [_bytes(1, _histogram(tag, *histogram)) for tag, histogram in histograms.items()]
         self._append(step, _bytes(5, b"".join(values)))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _append(self, step: int, what: bytes) -> None:
-        data = _double(1, self._clock()) + _number(2, step) + what
+    def _append(self, step: int, payload: bytes) -> None:
+        data = _double(1, self._clock()) + _number(2, step) + payload
         size = struct.pack("<Q", len(data))
         frame = size + struct.pack("<I", masked_crc(size)) + data + struct.pack("<I", masked_crc(data))
-        while frame:  # unbuffered, so it may take less than all
+        while frame:  # unbuffered, so a write may be partial
             frame = frame[self._file.write(frame) or 0 :]
 
 
@@ -67,12 +67,12 @@ def _scalar(tag: str, value: float) -> bytes:
 
 
 def _histogram(tag: str, edges: Sequence[float], counts: Sequence[float]) -> bytes:
-    """Each count stands for the middle of its bin; an empty first bin bounds the first that counts."""
+    """Each count is at the middle of its bin; an empty first bin bounds the first one with counts."""
     middles = [(low + high) / 2 for low, high in pairwise(edges)]
     total = sum(count * x for count, x in zip(counts, middles, strict=True))
     squares = sum(count * x * x for count, x in zip(counts, middles, strict=True))
-    plain = (edges[0], edges[-1], float(sum(counts)), total, squares)
-    body = b"".join(_double(field, value) for field, value in enumerate(plain, 1))
+    moments = (edges[0], edges[-1], float(sum(counts)), total, squares)
+    body = b"".join(_double(field, value) for field, value in enumerate(moments, 1))
     body += _bytes(6, struct.pack(f"<{len(edges)}d", *edges))
     body += _bytes(7, struct.pack(f"<{len(edges)}d", 0.0, *map(float, counts)))
     return _bytes(1, tag.encode()) + _bytes(5, body)
@@ -105,7 +105,7 @@ def _bytes(field: int, value: bytes) -> bytes:
 
 
 def masked_crc(data: Iterable[int]) -> int:
-    """CRC-32C, rotated and shifted as these files have it."""
+    """CRC-32C, rotated and shifted as in these files."""
     table, crc = _table(), 0xFFFFFFFF
     for byte in data:
         crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8
@@ -115,9 +115,9 @@ def masked_crc(data: Iterable[int]) -> int:
 
 @cache
 def _table() -> tuple[int, ...]:
-    found = []
+    table = []
     for byte in range(256):
         for _ in range(8):
             byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-        found.append(byte)
-    return tuple(found)
+        table.append(byte)
+    return tuple(table)

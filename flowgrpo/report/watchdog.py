@@ -1,13 +1,13 @@
-"""Timing of an iteration's stages, in seconds, and a warning with those still open where it takes too long.
+"""Seconds of the stages of an iteration, and a report of the stages that are open if it takes too long.
 
     watch = StageWatchdog(600.0)
     with watch.iteration(12):
         with watch.stage("rollout"):
-            watch.ask(pending)          # a function that says what is awaited
+            watch.add_pending(pending)          # a function that lists what is awaited
             ...
 
-After 600 s, and again after each 600 s more, a daemon thread says which stages are open and what they wait for (S3).
-It ends nothing: what can be ended has a deadline of its own, and a program on a device can't be.
+After 600 s, and every 600 s again, a daemon thread reports which stages are open and what they wait for (S3). It ends
+nothing: what can be ended has a deadline of its own, and a program on a device can't be.
 """
 
 import sys
@@ -18,41 +18,49 @@ from contextlib import contextmanager
 
 from flowgrpo.types import BadInput
 
-SHOWN = 8  # things that are named; the others are counted
+SHOWN = 8  # awaited things that are named; the others are counted
 
-Pending = Callable[[], Sequence[str]]  # what is awaited, in words; called from another thread
+Pending = Callable[[], Sequence[str]]  # -> what is awaited, in words; called from another thread
 
 
-def to_stderr(sentence: str) -> None:
-    """Say it in the terminal."""
+def print_to_stderr(sentence: str) -> None:
+    """Print a sentence in the terminal."""
     print(sentence, file=sys.stderr, flush=True)
 
 
 class StageWatchdog:
-    """The stages of the iteration that is under way, and the seconds that each took."""
+    """Times the stages of the current iteration, and reports it if it takes too long.
 
-    def __init__(self, seconds: float | None = None, *, tell: Callable[[str], None] = to_stderr):
-        """`tell` is told what is stuck after so many seconds; never, where `seconds` is None."""
+    Args:
+        seconds: after which an iteration is reported, again and again; None: never.
+        on_stuck: called with the report, in a thread.
+    """
+
+    def __init__(self, seconds: float | None = None, *, on_stuck: Callable[[str], None] = print_to_stderr):
         if seconds is not None and not seconds > 0:
             raise BadInput(f"an iteration is watched after {seconds} s: give more than 0, or None")
-        self._limit, self._tell = seconds, tell
+        self._limit, self._on_stuck = seconds, on_stuck
         self._open: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._pending: list[Pending] = []
 
     @contextmanager
     def iteration(self, number: int) -> Iterator[None]:
-        """Watch what happens in the block."""
-        over, began = threading.Event(), time.monotonic()
+        """Watch the block as this iteration."""
+        is_over, start = threading.Event(), time.monotonic()
         self._open, self._seconds, self._pending = {}, {}, []
+
+        def watch() -> None:
+            while not is_over.wait(self._limit):
+                self._on_stuck(self.report(number, time.monotonic() - start))
+
         if self._limit is not None:
-            arguments = (number, began, over)
-            threading.Thread(target=self._watch, args=arguments, name="flowgrpo-watch", daemon=True).start()
+            threading.Thread(target=watch, name="flowgrpo-watch", daemon=True).start()
         try:
             yield
         finally:
-            over.set()
-            self._seconds["iteration"] = time.monotonic() - began
+            is_over.set()
+            self._seconds["iteration"] = time.monotonic() - start
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -61,28 +69,24 @@ class StageWatchdog:
         try:
             yield
         finally:
-            began = self._open.pop(name, None)
-            if began is not None:  # or else another thread has ended it, or the iteration is over
-                self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - began
+            start = self._open.pop(name, None)
+            if start is not None:  # else another thread has ended it, or the iteration is over
+                self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 
-    def ask(self, pending: Pending) -> None:
-        """Register a function to ask what this iteration waits for."""
+    def add_pending(self, pending: Pending) -> None:
+        """Register a function that lists what this iteration waits for."""
         self._pending.append(pending)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Say how long each stage took, and the whole iteration."""
+        """Seconds of each stage, and of the whole iteration."""
         return dict(self._seconds)
 
-    def sentence(self, number: int, seconds: float) -> str:
-        """Describe in one sentence which stages of the iteration are open, for how long, and what it waits for."""
+    def report(self, number: int, seconds: float) -> str:
+        """A sentence: which stages of the iteration are open, for how long, and what it waits for."""
         now = time.monotonic()
-        stages = ", ".join(f"{name} for {now - began:.0f} s" for name, began in self._open.copy().items())
-        awaited = [word for pending in self._pending for word in pending()]
+        stages = ", ".join(f"{name} for {now - start:.0f} s" for name, start in self._open.copy().items())
+        awaited = [words for pending in self._pending for words in pending()]
         more = [f"and {len(awaited) - SHOWN} more"] if len(awaited) > SHOWN else []
-        what = "; it waits for " + ", ".join([*awaited[:SHOWN], *more]) if awaited else ""
-        return f"update {number} has taken {seconds:.0f} s: {stages or 'between its stages'}{what}"
-
-    def _watch(self, number: int, began: float, over: threading.Event) -> None:
-        while not over.wait(self._limit):
-            self._tell(self.sentence(number, time.monotonic() - began))
+        waits = "; it waits for " + ", ".join([*awaited[:SHOWN], *more]) if awaited else ""
+        return f"update {number} has taken {seconds:.0f} s: {stages or 'between its stages'}{waits}"

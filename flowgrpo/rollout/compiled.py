@@ -1,16 +1,15 @@
-"""Compiled rollouts of pure environments, and their figures.
+"""Compiled rollouts of pure environments.
 
-    observe -> feed the cache -> sample an action -> step the environment,  until every trajectory is done
+    reset -> prefill the observation -> decode an action -> step the environment -> prefill ...   until all are done
 
-The cache is appended to from turn to turn, so nothing is computed twice, and the loop ends with the last
-trajectory. What a trajectory gets depends on its own key alone (E3): the environment's randomness comes
-from `fold_in(key, 0)`, that of turn t from `fold_in(key, 1 + t)`, one uniform number per token. `make_rollout` is the
-entry point; everything is pure, to be jitted by the caller.
+`make_rollout` is the entry point; everything is pure, to be jitted by the caller. The cache is extended from turn to
+turn, so nothing is computed twice, and the loop ends with the last trajectory. A trajectory depends on its own key
+alone (E3): the environment's randomness comes from `fold_in(key, 0)`, that of turn t from `fold_in(key, 1 + t)`, one
+uniform number per token.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +18,22 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 from flowgrpo import masked
-from flowgrpo.batching.layouts import filled
-from flowgrpo.contracts import Env, Metrics, Observation, Policy, Step
+from flowgrpo.batching.layouts import resolve_lengths
+from flowgrpo.contracts import Env, Metrics, Observation, Policy
 from flowgrpo.envs.env import END, PAD
-from flowgrpo.generate.sampler import Rows, Sampled, Sampling, decode, feed, sampling
-from flowgrpo.parallel.row_sharding import DeviceMesh, map_own_rows
-from flowgrpo.types import BadInput, Status, Trajectories, check_range
+from flowgrpo.generate.sampler import DecodeState, SampledTokens, Sampling, decode, feed, make_sampling
+from flowgrpo.parallel.row_sharding import DeviceMesh, shard_map_rows
+from flowgrpo.types import BadInput, Params, PyTree, Status, Trajectories, check_range
 
 
-class Spoken(struct.PyTreeNode):
-    """A turn of all trajectories, under the names that `Trajectories` has; `turns` says where it is."""
+class TurnRecord(struct.PyTreeNode):
+    """One turn of all trajectories; the fields become those of `Trajectories`."""
 
     tokens: Int[Array, "n l"]
     chosen: Bool[Array, "n l"]
     logp_sampled: Array  # n l
     length: Int[Array, "n"]
-    turns: Bool[Array, "n"]
+    turns: Bool[Array, "n"]  # the turn exists
     reward: Array  # n
     anchor: Int[Array, "n"]
     tool: Int[Array, "n"]
@@ -42,210 +41,231 @@ class Spoken(struct.PyTreeNode):
 
 
 class RolloutState(struct.PyTreeNode):
-    """State of the trajectories between two turns."""
+    """State of all trajectories between two turns."""
 
-    rows: Rows
-    states: object  # of the environment, n of them
-    said: Observation  # n l, n
+    rows: DecodeState
+    states: PyTree  # of the environment, n of them
+    observation: Observation  # n l, n
     done: Bool[Array, "n"]
     correct: Bool[Array, "n"]
 
 
 def make_rollout(
-    env: Env, policy: Policy, *, temperature: float = 1.0, narrowest: int | None = None, hints: bool = False
+    env: Env, policy: Policy, *, temperature: float = 1.0, min_decode_batch: int | None = None, hints: bool = False
 ) -> Callable:
     """`rollout(params, tasks, keys_n, group_n, version=0) -> Trajectories`, to be jitted by the caller.
 
-    Tasks and keys have one entry per trajectory. With `narrowest`, the actions of a turn that are left when half have
-    ended are decoded in half the width, down to that many (`sampler.decode`): it pays where a few long actions are
-    waited for, and takes a compilation per width. With `hints` each trajectory has the hindsight of its task. Over the
-    policy's mesh each device rolls out its share.
+    Tasks and keys have one entry per trajectory. Over the policy's mesh each device rolls out its rows.
+
+    Args:
+        env: the environment.
+        policy: the policy, with a cache.
+        temperature: of sampling.
+        min_decode_batch: halve the decode batch whenever half of a turn's actions have ended, down to this size
+            (`sampler.decode`): it pays if a few long actions are waited for, and takes one compilation per size. None:
+            always decode all rows.
+        hints: add `Trajectories.hint`, the hindsight of each trajectory's task.
     """
     if policy.make_cache is None:
         raise BadInput("the policy has no make_cache, and a rollout needs one")
     check_range("make_rollout", "temperature", temperature, 0.0, exclusive=True)
-    check_range("make_rollout", "narrowest", narrowest, 1, whole=True, optional=True)
-    mesh, policy = policy.mesh, policy if policy.settled is None else policy.settled.alone
-    policy = policy._replace(unembed=partial(_unembed, env, policy.unembed))
+    check_range("make_rollout", "min_decode_batch", min_decode_batch, 1, whole=True, optional=True)
     if hints and env.hindsight is None:
-        raise BadInput(f"hints are told in hindsight, and {env.name} has none: give it Env.hindsight")
-    return _Roller(env, policy, mesh, temperature, narrowest, env.hindsight if hints else None)
+        raise BadInput(f"hints come from Env.hindsight, and {env.name} has none: give it Env.hindsight")
+    mesh, policy = policy.mesh, policy if policy.sharded is None else policy.sharded.unsharded
+    policy_unembed, count = policy.unembed, len(env.vocabulary)
+
+    def unembed(params: Params, hidden: Array) -> Array:
+        logits = policy_unembed(params, hidden)
+        if logits.shape[-1] != count:  # known only while tracing
+            raise BadInput(
+                f"the policy chooses among {logits.shape[-1]} tokens, but {env.name} has {count} words: "
+                f"give it a vocabulary of {count}"
+            )
+        return logits
+
+    policy = policy._replace(unembed=unembed)
+    return _Rollout(env, policy, mesh, temperature, min_decode_batch, env.hindsight if hints else None)
 
 
-def _unembed(env: Env, unembed: Callable, params, hidden: Array) -> Array:
-    """The policy's logits, one for each word; their number is known while tracing."""
-    logits = unembed(params, hidden)
-    if logits.shape[-1] != len(env.words):
-        raise BadInput(
-            f"the policy chooses among {logits.shape[-1]} tokens, but {env.name} has {len(env.words)} words: "
-            f"give it a vocabulary of {len(env.words)}"
-        )
-    return logits
-
-
-def repeat(tasks, samples: int):
-    """Each task `samples` times, and the group of every trajectory: a batch of groups -> (tasks, group_n)."""
+def repeat(tasks: PyTree, samples: int) -> tuple[PyTree, Array]:
+    """Each task `samples` times, and the group of every trajectory: (tasks, group_n)."""
     count = len(jax.tree.leaves(tasks)[0])
     group_n = jnp.repeat(jnp.arange(count), samples)
     return jax.tree.map(lambda x: x[group_n], tasks), group_n
 
 
-def _collect(env: Env, spoken: Spoken, ended: tuple[Array, Array], group_n, version) -> Trajectories:
-    done_n, correct_n = ended
-    paid_n = jnp.where(spoken.turns, spoken.reward, 0.0).sum(axis=1)
-    shown_nt = spoken.reward if env.by_turn else jnp.broadcast_to(paid_n[:, None], spoken.reward.shape)
-    same = {name: getattr(spoken, name) for name in ("tokens", "chosen", "logp_sampled", "turns", "anchor", "length")}
-    return Trajectories(
-        **same,
-        version=jnp.full(spoken.tokens.shape, version, jnp.int32),
-        reward=jnp.where(spoken.turns, shown_nt, 0.0),
-        outcome=paid_n,
-        correct=correct_n,
-        status=jnp.where(done_n, int(Status.FINISHED), int(Status.TURN_LIMIT)),
-        group=group_n,
-        by_turn=jnp.full(len(group_n), env.by_turn),
-        tool=jnp.where(spoken.turns, spoken.tool, -1),
-        error=spoken.error & spoken.turns,
-    )
-
-
-# Turn by turn -----------------------------------------------------------------------------------------
+# The loop over turns ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class _Roller:
-    """A rollout, with all that it is bound to."""
+class _Rollout:
+    """The function that `make_rollout` returns, with all that it is bound to."""
 
     env: Env
     policy: Policy  # of one device
     mesh: DeviceMesh
     temperature: float
-    narrowest: int | None
+    min_decode_batch: int | None
     hindsight: Callable | None
 
-    def __call__(self, params, tasks, keys, group_n, version=0) -> Trajectories:
-        given = (tasks, keys)
+    def __call__(self, params: Params, tasks: PyTree, keys: Array, group_n: Array, version=0) -> Trajectories:
+        rows = (tasks, keys)
         # Parameters are gathered once, and not in every step.
-        spoken, ended = (
-            self.run(params, given) if self.mesh is None else map_own_rows(self.run, self.mesh, params, given)
+        record, (done_n, correct_n) = (
+            self.run(params, rows) if self.mesh is None else shard_map_rows(self.run, self.mesh, params, rows)
         )
-        played = _collect(self.env, spoken, ended, group_n, version)
-        return played if self.hindsight is None else played.replace(hint=jax.vmap(self.hindsight)(tasks))
+        trajectories = _to_trajectories(self.env, record, done_n, correct_n, group_n, version)
+        return trajectories if self.hindsight is None else trajectories.replace(hint=jax.vmap(self.hindsight)(tasks))
 
-    def run(self, params, given: tuple) -> tuple[Spoken, tuple[Array, Array]]:
-        """All turns of the given (tasks, keys) -> (their record [n t ...], (done_n, correct_n))."""
+    def run(self, params: Params, rows: tuple[PyTree, Array]) -> tuple[TurnRecord, tuple[Array, Array]]:
+        """All turns of these (tasks, keys) -> (record of the turns [n t ...], (done_n, correct_n))."""
         if self.policy.unstack_layers is not None:
             params = self.policy.unstack_layers(params)  # here, and not in each turn
-        tasks, keys = given
+        tasks, keys = rows
         count, sizes = len(keys), self.env.sizes
         fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-        states, said = jax.vmap(self.env.reset)(fold(keys, 0), tasks)
+        states, prompt = jax.vmap(self.env.reset)(fold(keys, 0), tasks)
         slots = sizes.prompt + sizes.turns * (sizes.action + sizes.observation)
         assert self.policy.make_cache is not None
-        nothing = jnp.zeros(count, jnp.int32)
-        rows = Rows(self.policy.make_cache(count, slots), nothing, keys, nothing, nothing, jnp.zeros(count, bool))
-        widest = max(sizes.prompt, sizes.observation)
-        going = RolloutState(rows, states, _widen(said, widest), jnp.zeros(count, bool), jnp.zeros(count, bool))
-        going, first = self.hear(params, going, fold(keys, 1), said.tokens, _real(said))
-        blank = jax.eval_shape(self.act, params, going, first)[1]
-        record = jax.tree.map(lambda x: jnp.zeros((sizes.turns, *x.shape), x.dtype), blank)
+        zeros = jnp.zeros(count, jnp.int32)
+        decode_state = DecodeState(
+            self.policy.make_cache(count, slots), zeros, keys, zeros, zeros, jnp.zeros(count, bool)
+        )
+        width = max(sizes.prompt, sizes.observation)
+        state = RolloutState(decode_state, states, _pad(prompt, width), jnp.zeros(count, bool), jnp.zeros(count, bool))
+        state, first = self.prefill(params, state, fold(keys, 1), prompt.tokens, _is_real(prompt))
+        shapes = jax.eval_shape(self.decode, params, state, first)[1]
+        record = jax.tree.map(lambda x: jnp.zeros((sizes.turns, *x.shape), x.dtype), shapes)
 
-        def goes_on(index: Array, going: RolloutState) -> Array:
-            return (index < sizes.turns) & ~going.done.all()
+        def has_next(index: Array, state: RolloutState) -> Array:
+            return (index < sizes.turns) & ~state.done.all()
 
-        def body(carry):
-            index, going, first, record = carry
-            going, now = self.act(params, going, first)
-            record, index = jax.tree.map(lambda all_x, x: all_x.at[index].set(x), record, now), index + 1
-            going, first = jax.lax.cond(
-                goes_on(index, going),
-                lambda going, _: self.hear(params, going, fold(keys, 1 + index), *_given(going, sizes.observation)),
-                lambda going, first: (going, first),
-                going,
+        def prefill_observation(index: Array, state: RolloutState) -> tuple[RolloutState, SampledTokens]:
+            turn_keys = fold(keys, 1 + index)
+            # The action's last token was sampled but is not in the cache yet: it comes before the observation.
+            observation = state.observation._replace(tokens=state.observation.tokens[:, : sizes.observation])
+            tokens_ns = jnp.concatenate([state.rows.token[:, None], observation.tokens], axis=1)
+            is_real_ns = jnp.pad(_is_real(observation), ((0, 0), (1, 0)), constant_values=True)
+            return self.prefill(params, state, turn_keys, tokens_ns, is_real_ns)
+
+        def turn(carry):
+            index, state, first, record = carry
+            state, turn_record = self.decode(params, state, first)
+            record, index = jax.tree.map(lambda all_x, x: all_x.at[index].set(x), record, turn_record), index + 1
+            state, first = jax.lax.cond(
+                has_next(index, state),
+                lambda state, _: prefill_observation(index, state),
+                lambda state, first: (state, first),
+                state,
                 first,
             )
-            return index, going, first, record
+            return index, state, first, record
 
-        start = (jnp.int32(0), going, first, record)
-        _, going, _, record = jax.lax.while_loop(lambda carry: goes_on(*carry[:2]), body, start)
-        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), record), (going.done, going.correct)
+        start = (jnp.int32(0), state, first, record)
+        _, state, _, record = jax.lax.while_loop(lambda carry: has_next(*carry[:2]), turn, start)
+        return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), record), (state.done, state.correct)
 
-    def hear(
-        self, params, going: RolloutState, keys: Array, tokens_ns: Array, real_ns: Array
-    ) -> tuple[RolloutState, Sampled]:
-        """Feed tokens to every trajectory that is not done, and draw the first one of its next action."""
-        count = len(going.done)
-        rows = going.rows.replace(
+    def prefill(
+        self, params: Params, state: RolloutState, keys: Array, tokens_ns: Array, is_real_ns: Array
+    ) -> tuple[RolloutState, SampledTokens]:
+        """Feed tokens to every trajectory that is not done, and sample the first token of its next action."""
+        count = len(state.done)
+        rows = state.rows.replace(
             key=keys,
             count=jnp.zeros(count, jnp.int32),
             budget=jnp.full(count, self.env.sizes.action),
-            active=~going.done,
+            active=~state.done,
         )
-        settings, stop_ids = self.drawing(count)
-        rows, first = feed(self.policy, params, rows, tokens_ns, real_ns, settings, stop_ids, banned=(PAD,))
-        return going.replace(rows=rows), first
+        sampling, stop_ids = self.sampling(count)
+        rows, first = feed(self.policy, params, rows, tokens_ns, is_real_ns, sampling, stop_ids, banned=(PAD,))
+        return state.replace(rows=rows), first
 
-    def act(self, params, going: RolloutState, first: Sampled) -> tuple[RolloutState, Spoken]:
-        """Draw the rest of an action, and let the environment answer it."""
-        env, settings = self.env, self.drawing(len(going.done))
-        rest = {"steps": env.sizes.action - 1, "narrowest": self.narrowest, "banned": (PAD,)}
-        rows, more = decode(self.policy, params, going.rows, *settings, **rest)
-        sampled = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]).swapaxes(0, 1), first, more)
+    def decode(self, params: Params, state: RolloutState, first: SampledTokens) -> tuple[RolloutState, TurnRecord]:
+        """Sample the rest of each action, step the environment, and record the turn."""
+        env, sampling = self.env, self.sampling(len(state.done))
+        rows, later = decode(
+            self.policy,
+            params,
+            state.rows,
+            *sampling,
+            steps=env.sizes.action - 1,
+            min_decode_batch=self.min_decode_batch,
+            banned=(PAD,),
+        )
+        sampled = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]).swapaxes(0, 1), first, later)
         action_na = jnp.where(sampled.live, sampled.token, PAD)
-        states, now = jax.vmap(env.step)(going.states, action_na, sampled.live.sum(axis=1, dtype=jnp.int32))
-        said = _widen(now.observation, going.said.tokens.shape[1])
-        return RolloutState(rows, states, said, now.done, now.correct), _record(env, going, sampled, now)
+        states, step = jax.vmap(env.step)(state.states, action_na, sampled.live.sum(axis=1, dtype=jnp.int32))
+        observation = _pad(step.observation, state.observation.tokens.shape[1])
+        next_state = RolloutState(rows, states, observation, step.done, step.correct)
 
-    def drawing(self, count: int) -> tuple[Sampling, Array]:
-        """Say how so many rows draw, and what ends their actions."""
-        return sampling(count, temperature=self.temperature), jnp.full((count, 1), END)
+        # The record has the observation before the action at the start of its slots, and the action right after it.
+        is_live_n = ~state.done
+        context_n = jnp.where(is_live_n, state.observation.length, 0)
+        chosen_n = sampled.live.sum(axis=1, dtype=jnp.int32)
+        slots = max(env.sizes.prompt, env.sizes.observation) + env.sizes.action
+        index_nl = jnp.arange(slots)[None, :] - context_n[:, None]  # within the action
+        is_chosen_nl = (index_nl >= 0) & (index_nl < chosen_n[:, None])
+        at_nl = jnp.clip(index_nl, 0, sampled.token.shape[1] - 1)
+        action_nl, logp_nl = (jnp.take_along_axis(x, at_nl, axis=1) for x in (sampled.token, sampled.logp_sampled))
+        context = state.observation.tokens
+        context_nl = jnp.pad(context, ((0, 0), (0, slots - context.shape[1])))
+        return next_state, TurnRecord(
+            tokens=jnp.where(is_chosen_nl, action_nl, jnp.where(index_nl < 0, context_nl, PAD)),
+            chosen=is_chosen_nl,
+            logp_sampled=jnp.where(is_chosen_nl, logp_nl, 0.0),
+            length=context_n + chosen_n,
+            turns=is_live_n,
+            reward=step.reward,
+            anchor=jax.vmap(env.anchor)(state.states),
+            tool=step.tool,
+            error=step.error,
+        )
+
+    def sampling(self, count: int) -> tuple[Sampling, Array]:
+        """Sampling settings and stop tokens of `count` rows."""
+        return make_sampling(count, temperature=self.temperature), jnp.full((count, 1), END)
 
 
-def _real(said: Observation) -> Array:
-    return jnp.arange(said.tokens.shape[1])[None, :] < said.length[:, None]
+def _is_real(observation: Observation) -> Array:
+    return jnp.arange(observation.tokens.shape[1])[None, :] < observation.length[:, None]
 
 
-def _widen(said: Observation, width: int) -> Observation:
-    """Pad the tokens to so many."""
-    return said._replace(tokens=jnp.pad(said.tokens, ((0, 0), (0, width - said.tokens.shape[1]))))
+def _pad(observation: Observation, width: int) -> Observation:
+    """Pad the tokens to `width` slots."""
+    return observation._replace(tokens=jnp.pad(observation.tokens, ((0, 0), (0, width - observation.tokens.shape[1]))))
 
 
-def _given(going: RolloutState, width: int) -> tuple[Array, Array]:
-    """Join the tokens to feed between two actions: that sampled last, which the cache lacks, and the observation."""
-    said = going.said._replace(tokens=going.said.tokens[:, :width])
-    tokens_ns = jnp.concatenate([going.rows.token[:, None], said.tokens], axis=1)
-    return tokens_ns, jnp.pad(_real(said), ((0, 0), (1, 0)), constant_values=True)
-
-
-def _record(env: Env, going: RolloutState, sampled: Sampled, now: Step) -> Spoken:
-    """The turn's tokens, what was chosen right after what was said; and what the environment made of them."""
-    said, live_n = going.said, ~going.done
-    heard_n = jnp.where(live_n, said.length, 0)
-    spoken_n = sampled.live.sum(axis=1, dtype=jnp.int32)
-    slots = max(env.sizes.prompt, env.sizes.observation) + env.sizes.action
-    place_nl = jnp.arange(slots)[None, :] - heard_n[:, None]
-    chosen_nl = (place_nl >= 0) & (place_nl < spoken_n[:, None])
-    at_nl = jnp.clip(place_nl, 0, sampled.token.shape[1] - 1)
-    action_nl, logp_nl = (jnp.take_along_axis(x, at_nl, axis=1) for x in (sampled.token, sampled.logp_sampled))
-    context_nl = jnp.pad(said.tokens, ((0, 0), (0, slots - said.tokens.shape[1])))
-    return Spoken(
-        tokens=jnp.where(chosen_nl, action_nl, jnp.where(place_nl < 0, context_nl, PAD)),
-        chosen=chosen_nl,
-        logp_sampled=jnp.where(chosen_nl, logp_nl, 0.0),
-        length=heard_n + spoken_n,
-        turns=live_n,
-        reward=now.reward,
-        anchor=jax.vmap(env.anchor)(going.states),
-        tool=now.tool,
-        error=now.error,
+def _to_trajectories(
+    env: Env, record: TurnRecord, done_n: Array, correct_n: Array, group_n: Array, version
+) -> Trajectories:
+    """The turns [n t ...] as `Trajectories`: the outcome is the sum of the rewards of the turns that exist."""
+    outcome_n = jnp.where(record.turns, record.reward, 0.0).sum(axis=1)
+    reward_nt = record.reward if env.by_turn else jnp.broadcast_to(outcome_n[:, None], record.reward.shape)
+    return Trajectories(
+        tokens=record.tokens,
+        chosen=record.chosen,
+        logp_sampled=record.logp_sampled,
+        turns=record.turns,
+        anchor=record.anchor,
+        length=record.length,
+        version=jnp.full(record.tokens.shape, version, jnp.int32),
+        reward=jnp.where(record.turns, reward_nt, 0.0),
+        outcome=outcome_n,
+        correct=correct_n,
+        status=jnp.where(done_n, int(Status.FINISHED), int(Status.TURN_LIMIT)),
+        group=group_n,
+        by_turn=jnp.full(len(group_n), env.by_turn),
+        tool=jnp.where(record.turns, record.tool, -1),
+        error=record.error & record.turns,
     )
 
 
-# Figures ----------------------------------------------------------------------------------------------
+# Metrics ----------------------------------------------------------------------------------------------
 
 
 def shuffled_rewards(trajectories: Trajectories, key: Array, *, samples: int) -> Trajectories:
-    """A control: outcomes permuted within each group, so that they say nothing of who earned them."""
+    """A control: outcomes permuted within each group, so that they are independent of the actions."""
     order_gs = jax.vmap(lambda key: jax.random.permutation(key, samples))(
         jax.random.split(key, len(trajectories.group) // samples)
     )
@@ -253,26 +273,26 @@ def shuffled_rewards(trajectories: Trajectories, key: Array, *, samples: int) ->
     return trajectories.replace(outcome=trajectories.outcome[order_n], correct=trajectories.correct[order_n])
 
 
-def summarise(trajectories: Trajectories, *, samples: int) -> Metrics:
-    """Compute figures of a batch of trajectories: of those that are valid, but `tokens` and `chosen_tokens` of all."""
+def trajectory_metrics(trajectories: Trajectories, *, samples: int) -> Metrics:
+    """Metrics of the valid trajectories of a batch, except `tokens` and `chosen_tokens`, which are of all."""
     valid_n = trajectories.valid
     turns_nt = jnp.asarray(trajectories.turns) & valid_n[:, None]
     count = jnp.maximum(turns_nt.sum(), 1)
-    right_gs, valid_gs = (jnp.asarray(x).reshape(-1, samples) for x in (trajectories.correct, valid_n))
-    mixed_g = (right_gs & valid_gs).any(axis=1) & (~right_gs & valid_gs).any(axis=1)
+    correct_gs, valid_gs = (jnp.asarray(x).reshape(-1, samples) for x in (trajectories.correct, valid_n))
+    is_mixed_g = (correct_gs & valid_gs).any(axis=1) & (~correct_gs & valid_gs).any(axis=1)
     return {
-        "success": masked.mean(right_gs.astype(jnp.float32), valid_gs),
+        "success": masked.mean(correct_gs.astype(jnp.float32), valid_gs),
         "outcome": masked.mean(jnp.asarray(trajectories.outcome), valid_n),
         "invalid": (~valid_n).sum(),
         "turns": masked.mean(turns_nt.sum(axis=1).astype(jnp.float32), valid_n),
         "tool_errors": (jnp.asarray(trajectories.error) & turns_nt).sum() / count,
-        "mixed_groups": mixed_g.mean(),
-        "tokens": jnp.where(jnp.asarray(trajectories.turns), filled(trajectories)[0], 0).sum(),
-        "chosen_tokens": trajectories.actions.sum(),
-        "chosen_per_trajectory": masked.mean(trajectories.actions.sum(axis=(1, 2)).astype(jnp.float32), valid_n),
+        "mixed_groups": is_mixed_g.mean(),
+        "tokens": jnp.where(jnp.asarray(trajectories.turns), resolve_lengths(trajectories)[0], 0).sum(),
+        "chosen_tokens": trajectories.action_mask.sum(),
+        "chosen_per_trajectory": masked.mean(trajectories.action_mask.sum(axis=(1, 2)).astype(jnp.float32), valid_n),
     }
 
 
-def tool_mix(trajectories: Trajectories, tools: int) -> Array:
-    """Say how often each tool was called."""
+def tool_counts(trajectories: Trajectories, tools: int) -> Array:
+    """Number of calls of each of `tools` tools."""
     return (jnp.asarray(trajectories.tool)[:, :, None] == jnp.arange(tools)[None, None, :]).sum(axis=(0, 1))

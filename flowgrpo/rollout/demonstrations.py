@@ -1,10 +1,10 @@
-"""Record demonstrations on a host environment, in exact tokens: what an expert does is played with the real tools.
+"""Record demonstrations on a host environment, in exact tokens: an expert's actions are run with the real tools.
 
-    records = demonstrate(env, tasks, expert, text=model.text, do=tools.do)      fg.demonstrate
-    batch = packed_imitation(records, row_length=1024)                           learner/imitation.py
+    records = demonstrate(env, tasks, expert, tokenizer=model.tokenizer, call_tool=tools.call_tool)    fg.demonstrate
+    batch = packed_imitation(records, row_length=1024)                                          learner/imitation.py
 
-An expert is a function from a task to its actions, one after the other. Those of another model are what it said in
-trajectories of its own (`spoken_actions`), which in the tokens of the model that imitates them may be others.
+An expert is a function from a task to its actions, one after the other. To imitate another model, take the texts of
+the actions of its trajectories (`action_texts`), whose tokens may differ in the tokenizer of the model that imitates.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,80 +14,93 @@ from typing import Any
 import jax
 import numpy as np
 
-from flowgrpo.contracts import Do, HostEnv, HostStep, Said
-from flowgrpo.data.tokenizer import Text
-from flowgrpo.rollout.effects import replayed
-from flowgrpo.rollout.records import Played
-from flowgrpo.rollout.trajectory_builder import derive, key_of
+from flowgrpo.contracts import HostEnv, HostStep, ToolRunner
+from flowgrpo.data.tokenizer import ChatTokenizer
+from flowgrpo.rollout.effects import replay_effects
+from flowgrpo.rollout.records import RecordedTrajectory
+from flowgrpo.rollout.trajectory_builder import derive_keys, to_key
 from flowgrpo.types import BadInput, Status, Task, Trajectory, Turn
 
-Action = str | Sequence[int]  # words, or the ids of an action with its stop token
+Action = str | Sequence[int]  # text without a stop token, or the ids of an action with its stop token
 Expert = Callable[[Task], Iterable[Action]]
 
 
 def demonstrate(
-    env: HostEnv, tasks: Sequence[Task], expert: Expert, *, text: Text, do: Do, workers: int = 8
+    env: HostEnv,
+    tasks: Sequence[Task],
+    expert: Expert,
+    *,
+    tokenizer: ChatTokenizer,
+    call_tool: ToolRunner,
+    concurrency: int = 8,
 ) -> list[Trajectory]:
-    """One trajectory a task, of the actions of an expert; each depends on its task and its place alone.
+    """One trajectory of an expert's actions for each task; it depends on the task and its index alone.
 
     Args:
-        env: where it is played.
-        tasks: a demonstration is made of each.
-        expert: task -> its actions, one after the other: words without a stop token, or ids with one.
-        text: the tokenizer of the model that is to imitate them.
-        do: what runs the tools.
-        workers: trajectories at a time.
+        env: the environment.
+        tasks: the tasks to demonstrate.
+        expert: task -> its actions, one after the other: text without a stop token, or ids with one.
+        tokenizer: that of the model that is to imitate them.
+        call_tool: runs the tools.
+        concurrency: number of trajectories at a time.
     """
     if not tasks:
         raise BadInput("there is no task to demonstrate on: give at least one")
 
-    def played(number: int, task: Task) -> Trajectory:
-        return play_actions(env, text, do, task, expert(task), group=number)
+    def run(number: int, task: Task) -> Trajectory:
+        return play_actions(env, tokenizer, call_tool, task, expert(task), group=number)
 
-    with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(played, range(len(tasks)), tasks))
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(run, range(len(tasks)), tasks))
 
 
-def imitate_played(env: HostEnv, text: Text, played: Played, actions: Iterable[Action], *, group: int) -> Trajectory:
-    """The demonstration that repeats a recorded trajectory, its tools' answers from the record, in an environment.
+def imitate_recorded(
+    env: HostEnv, tokenizer: ChatTokenizer, recorded: RecordedTrajectory, actions: Iterable[Action], *, group: int
+) -> Trajectory:
+    """A demonstration of these actions in `env`, with the tools' results from a recorded trajectory.
 
-    That may say other words than the one it was recorded in, such as a prompt without the examples of that.
+    The observations of `env` may differ from those of the environment that it was recorded in, such as a prompt without
+    examples.
     """
-    key = key_of(derive([played.key], env.turns)[0, 0])
-    return play_actions(env, text, replayed(played.log), played.task, actions, group=group, key=key)
+    key = to_key(derive_keys([recorded.key], env.max_turns)[0, 0])
+    call_tool = replay_effects(recorded.log)
+    return play_actions(env, tokenizer, call_tool, recorded.task, actions, group=group, key=key)
 
 
 def play_actions(
-    env: HostEnv, text: Text, do: Do, task: Task, actions: Iterable[Action], *, group: int = 0, key: Any = None
+    env: HostEnv,
+    tokenizer: ChatTokenizer,
+    call_tool: ToolRunner,
+    task: Task,
+    actions: Iterable[Action],
+    *,
+    group: int = 0,
+    key: Any = None,
 ) -> Trajectory:
-    """The trajectory of these actions, up to the environment's limit; its key follows from its group by default."""
-    state, said = env.reset(jax.random.key(group) if key is None else key, task, do)
+    """The trajectory of these actions, up to the environment's limits; its key follows from its group by default."""
+    state, observation = env.reset(jax.random.key(group) if key is None else key, task, call_tool)
     turns: list[Turn] = []
     step: HostStep | None = None
     for action in actions:
-        sampled = [*text.encode(action), text.stop_ids[0]] if isinstance(action, str) else list(action)
-        if said.max_tokens is not None and len(sampled) > said.max_tokens and turns:
+        ids = [*tokenizer.encode(action), tokenizer.stop_ids[0]] if isinstance(action, str) else list(action)
+        if observation.max_tokens is not None and len(ids) > observation.max_tokens and turns:
             break
-        turns.append(_turn(said, sampled))
-        state, step = env.step(state, sampled, do)
-        if step.done or len(turns) == env.turns:
+        tokens = np.array([*observation.tokens, *ids], np.int32)
+        is_chosen = np.arange(len(tokens)) >= len(observation.tokens)
+        turns.append(Turn(tokens, is_chosen, np.zeros(len(tokens), np.float32)))
+        state, step = env.step(state, ids, call_tool)
+        if step.done or len(turns) == env.max_turns:
             break
-        assert step.said is not None
-        said = step.said
+        assert step.observation is not None
+        observation = step.observation
     status = step.status if step is not None else Status.ABORTED
-    return Trajectory(turns, 1.0, group, status=status, appends=said.appends)
+    return Trajectory(turns, 1.0, group, status=status, extends_context=observation.extends_context)
 
 
-def spoken_actions(trajectory: Any, text: Text, into: Text) -> list[Action]:
-    """The words of a trajectory's actions, by the tokenizer that they were sampled with.
+def action_texts(trajectory: Any, tokenizer: ChatTokenizer, into: ChatTokenizer) -> list[Action]:
+    """The texts of a trajectory's actions, read with the tokenizer that they were sampled with.
 
-    One that was cut, and has no stop token, is given in ids of the tokenizer `into` that is to say it: without one.
+    An action that was cut, and so has no stop token, is returned as ids of the tokenizer `into`, without one.
     """
-    spoken = [text.spoken(turn.tokens[turn.chosen]) for turn in trajectory.turns]
-    return [words if whole else into.encode(words) for words, whole in spoken]
-
-
-def _turn(said: Said, sampled: Sequence[int]) -> Turn:
-    size = len(said.tokens)
-    tokens = np.array([*said.tokens, *sampled], np.int32)
-    return Turn(tokens, np.arange(len(tokens)) >= size, np.zeros(len(tokens), np.float32))
+    decoded = [tokenizer.decode_action(turn.tokens[turn.chosen]) for turn in trajectory.turns]
+    return [text if is_complete else into.encode(text) for text, is_complete in decoded]

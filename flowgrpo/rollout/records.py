@@ -1,7 +1,10 @@
-"""Records of hosted rollouts: each trajectory's ids, effects and verdict, as a value and as one line of JSON.
+"""Recorded trajectories of host environments: token ids, effects and reward, as values and as lines of JSON.
 
-A `Played` holds all that its environment was told and asked for, so that `replay` can go through it again without an
-engine and without tools (A2). Tokens are ids as they were sampled; nothing is recovered from text (A5).
+    line = to_json(recorded);  recorded = from_json(line)         one JSON object a line, the same bits
+    trajectories = to_trajectories(recorded, env.tools)           ragged records -> padded arrays, for advantages
+
+A `RecordedTrajectory` has every observation, action and effect, so `replay` can run it again without an engine and
+without tools (A2). Tokens are ids as they were sampled; nothing is recovered from text (A5).
 """
 
 import json
@@ -12,49 +15,50 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowgrpo.batching.collate import collate
-from flowgrpo.contracts import Completion, Scored
+from flowgrpo.contracts import Completion, RewardResult
+from flowgrpo.renamed import RECORD_KEYS
 from flowgrpo.rollout import effects
 from flowgrpo.rollout.effects import Effect
-from flowgrpo.types import COUNTS, BadInput, Ledger, Status, Task, Trajectories, Trajectory, Turn
+from flowgrpo.types import COUNTS, JSON, BadInput, Ledger, Status, Task, Trajectories, Trajectory, Turn
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Played(Trajectory):
-    """A trajectory that has ended, with all that its environment was told and asked for.
+class RecordedTrajectory(Trajectory):
+    """A trajectory that has ended, with everything its environment observed, did and called.
 
-    `lens` says how many effects belong to the reset and to each step that returned. Where the last one did not, `lens`
-    is one shorter than that, and what `log` holds beyond it is what that step had asked for.
+    `effect_counts` has the number of effects of the reset and of each step that returned. If the last step did not
+    return, it has one entry less, and the remaining effects of `log` belong to that step.
     """
 
     task: Any
     key: tuple[int, ...]
-    sample: int  # which of its group
-    tools: tuple[str, ...]  # by turn; "" where none was called
+    sample: int  # index within the group
+    tools: tuple[str, ...]  # by turn; "" for no call
     errors: tuple[bool, ...]  # by turn
     log: tuple[Effect, ...] = ()
-    lens: tuple[int, ...]
-    output: str | None = None  # what the system answered in the end; None where it came to none
-    scored: Scored | None = None  # what the reward said; None where none was asked
-    reason: str = ""  # why it ended as it did, where the policy or the environment did not simply end it
-    seconds: float | None = None  # to its end, the verdict not included; None where no clock ran for it alone
+    effect_counts: tuple[int, ...]
+    output: str | None = None  # the final answer; None if there is none
+    reward_result: RewardResult | None = None  # None if no reward function was called
+    reason: str = ""  # why it ended, unless the policy or the environment simply ended it
+    seconds: float | None = None  # until its end, without the reward; None if it was not timed on its own
 
 
-class CutAction(NamedTuple):
-    """An action that was cut: what the environment had said before it, and what was sampled of it so far."""
+class PartialAction(NamedTuple):
+    """The part of an action that was sampled before the token budget was used up, with its context tokens."""
 
-    said: tuple[int, ...]
+    context: tuple[int, ...]
     anchor: int
-    sampled: Completion
+    completion: Completion
 
     @property
     def turn(self) -> Turn:
-        """The turn that it has become if nobody goes on with it."""
-        return acted(self.said, self.sampled, self.anchor)
+        """The partial action as a turn, for a trajectory that is never resumed."""
+        return to_turn(self.context, self.completion, self.anchor)
 
 
 @dataclass(frozen=True, eq=False)
-class Unfinished:
-    """A trajectory that can be resumed: whole turns, the effects of the reset and of each step, and a cut action."""
+class PartialTrajectory:
+    """A trajectory that can be resumed: complete turns, the effects of the reset and of each step, a partial action."""
 
     task: Any
     key: tuple[int, ...]
@@ -64,114 +68,181 @@ class Unfinished:
     tools: tuple[str, ...]
     errors: tuple[bool, ...]
     log: tuple[Effect, ...]
-    lens: tuple[int, ...]
+    effect_counts: tuple[int, ...]
     seconds: float
-    begun: CutAction | None = None  # where the last stretch ended within an action
+    partial_action: PartialAction | None = None  # if the budget was used up within an action
 
     @property
-    def spoken(self) -> tuple[Turn, ...]:
-        """All that the policy chose: its turns, and the action that was cut as one more."""
-        return self.turns if self.begun is None else (*self.turns, self.begun.turn)
+    def all_turns(self) -> tuple[Turn, ...]:
+        """The complete turns, and the partial action as one more."""
+        return self.turns if self.partial_action is None else (*self.turns, self.partial_action.turn)
 
 
-class Hosted(NamedTuple):
-    """Result of a rollout: first what was resumed, then the new trajectories, each in the order given."""
+class RolloutResult(NamedTuple):
+    """Result of a hosted rollout: first the resumed trajectories, then the new ones, each in the order given."""
 
-    played: tuple[Played, ...]
-    unfinished: tuple[Unfinished, ...]  # which a later rollout can resume
-    ledger: Ledger  # of tokens that were delivered and are in neither of the two
-    left_out: int  # of those played: had no turn, so that nothing can be learned from them
-    seconds: Mapping[str, float]  # rollout; playing, until the last had ended; judging, summed over groups
+    trajectories: tuple[RecordedTrajectory, ...]
+    unfinished: tuple[PartialTrajectory, ...]  # a later rollout can resume these
+    ledger: Ledger  # of tokens that were sampled and are in neither of the two
+    num_without_turns: int  # trajectories without a turn, from which nothing can be learned
+    seconds: Mapping[str, float]  # rollout; playing, until the last trajectory ended; judging, summed over groups
 
 
-def rollout_of(
-    played: Sequence[Played], tools: Sequence[str], *, turns: int | None = None, length: int | None = None
+def to_trajectories(
+    recorded: Sequence[RecordedTrajectory],
+    tools: Sequence[str],
+    *,
+    turns: int | None = None,
+    length: int | None = None,
 ) -> Trajectories:
-    """The trajectories, dense and in NumPy, those without a turn too; `tools` are the environment's, which number its
-    calls.
+    """Padded NumPy arrays of recorded trajectories, including those without a turn.
 
-    `length` is by default the longest turn, rounded up to a power of two, so that compiled programs are met again.
+    Args:
+        recorded: the trajectories, in the order of axis n.
+        tools: names of the environment's tools; `Trajectories.tool` holds their indices.
+        turns: size of axis t; by default the most turns of a trajectory.
+        length: size of axis l; by default the longest turn, rounded up to a power of two to compile few programs.
     """
-    needed = max((len(turn.tokens) for one in played for turn in one.turns), default=1)
-    size = 1 << (needed - 1).bit_length() if length is None else length
-    trajectories = collate([_with_a_turn(one) for one in played], turns=turns, length=size)
-    acted_n = np.array([bool(one.turns) for one in played])
-    trajectories = trajectories.replace(turns=trajectories.turns & acted_n[:, None])
-    number = {name: index for index, name in enumerate(tools)}
+    longest = max((len(turn.tokens) for trajectory in recorded for turn in trajectory.turns), default=1)
+    size = 1 << (longest - 1).bit_length() if length is None else length
+    has_turn_n = np.array([bool(trajectory.turns) for trajectory in recorded])
+    # `collate` needs a turn: a trajectory without one, and so without an outcome, gets an empty one, masked below.
+    empty = [make_turn([0], [], [], 0, None, 0)]
+    padded = [
+        trajectory
+        if trajectory.turns
+        else replace(
+            trajectory,
+            turns=empty,
+            outcome=None,
+            status=Status.ABORTED if COUNTS[trajectory.status] else trajectory.status,
+        )
+        for trajectory in recorded
+    ]
+    trajectories = collate(padded, turns=turns, length=size)
+    trajectories = trajectories.replace(turns=trajectories.turns & has_turn_n[:, None])
+    index_of = {name: index for index, name in enumerate(tools)}
     tool_nt = np.full(trajectories.turns.shape, -1, np.int32)
     error_nt = np.zeros(trajectories.turns.shape, bool)
-    for n, one in enumerate(played):
-        tool_nt[n, : len(one.tools)] = [number.get(tool, -1) for tool in one.tools]
-        error_nt[n, : len(one.errors)] = one.errors
+    for n, trajectory in enumerate(recorded):
+        tool_nt[n, : len(trajectory.tools)] = [index_of.get(tool, -1) for tool in trajectory.tools]
+        error_nt[n, : len(trajectory.errors)] = trajectory.errors
     return trajectories.replace(tool=tool_nt, error=error_nt)
 
 
-def _with_a_turn(trajectory: Trajectory) -> Trajectory:
-    """Give a trajectory without a turn, and so without outcome, an empty one for `collate`; it is masked afterwards."""
-    if trajectory.turns:
-        return trajectory
-    status = Status.ABORTED if COUNTS[trajectory.status] else trajectory.status
-    return replace(trajectory, turns=[make_turn([0], [], [], 0, None, 0)], outcome=None, status=status)
+def abort(partial: PartialTrajectory, reason: str) -> RecordedTrajectory:
+    """An aborted trajectory for a partial one that is never resumed: excluded from the loss, but in the ledger."""
+    excluded = ("turns", "partial_action")
+    record = {field.name: getattr(partial, field.name) for field in fields(partial) if field.name not in excluded}
+    if partial.partial_action is not None:  # recorded like a turn whose step did not return
+        record |= {"tools": (*partial.tools, ""), "errors": (*partial.errors, True)}
+    return RecordedTrajectory(**record, turns=partial.all_turns, outcome=None, status=Status.ABORTED, reason=reason)
 
 
-def aborted(unfinished: Unfinished, reason: str) -> Played:
-    """A trajectory that nobody will resume: it takes part in nothing, and its tokens are accounted for."""
-    own = ("turns", "begun")
-    record = {item.name: getattr(unfinished, item.name) for item in fields(unfinished) if item.name not in own}
-    if unfinished.begun is not None:  # a turn like any whose step gave nothing
-        record |= {"tools": (*unfinished.tools, ""), "errors": (*unfinished.errors, True)}
-    return Played(**record, turns=unfinished.spoken, outcome=None, status=Status.ABORTED, reason=reason)
+def awaits_reward(trajectory: RecordedTrajectory) -> bool:
+    """Whether a reward function is to be called: the trajectory has a turn, and its status counts (F5)."""
+    return bool(trajectory.turns) and COUNTS[trajectory.status]
 
 
-def awaits_verdict(played: Played) -> bool:
-    """Say whether a reward is to judge it: it has a turn, and ended in a way that counts."""
-    return bool(played.turns) and COUNTS[played.status]
+def with_reward_result(
+    trajectory: RecordedTrajectory, result: RewardResult, is_solved: Callable[[RewardResult], bool]
+) -> RecordedTrajectory:
+    """The trajectory with its outcome from a reward function; VERIFIER_FAILURE if that has no value."""
+    if result.value is None:
+        failed: dict[str, Any] = {"outcome": None, "correct": False, "status": Status.VERIFIER_FAILURE}
+        return replace(trajectory, **failed, reward_result=result, reason=result.reason)
+    return replace(trajectory, outcome=float(result.value), correct=bool(is_solved(result)), reward_result=result)
 
 
-def with_verdict(played: Played, scored: Scored, solved: Callable[[Scored], bool]) -> Played:
-    """The trajectory with what a reward said of it afterwards, as if it had been judged where it was rolled out."""
-    if scored.value is None:
-        ending: dict[str, Any] = {"outcome": None, "correct": False, "status": Status.VERIFIER_FAILURE}
-        return replace(played, **ending, scored=scored, reason=scored.reason)
-    return replace(played, outcome=float(scored.value), correct=bool(solved(scored)), scored=scored)
+def make_turn(
+    context: Sequence[int],
+    action: Sequence[int],
+    logp: Sequence[float],
+    version: np.ndarray | int,
+    reward: float | None,
+    anchor: int,
+) -> Turn:
+    """A turn of context tokens and then the chosen ones."""
+    if len(action) != len(logp):
+        raise BadInput(f"an action of {len(action)} tokens has {len(logp)} log-probabilities: give one a token")
+    zeros = np.zeros(len(context), np.float32)
+    return Turn(
+        tokens=np.array([*context, *action], np.int32),
+        chosen=np.arange(len(context) + len(action)) >= len(context),
+        logp_sampled=np.concatenate([zeros, np.array(logp, np.float32)]),
+        version=version,
+        reward=reward,
+        anchor=anchor,
+    )
+
+
+def to_turn(context: Sequence[int], completion: Completion, anchor: int) -> Turn:
+    """A turn of context tokens and a completion; the context has the weight version of the first sampled token."""
+    version = completion.version
+    is_uniform = len(set(version)) == 1
+    versions = int(version[0]) if is_uniform else np.array([version[0]] * len(context) + list(version), np.int32)
+    return make_turn(context, completion.tokens, completion.logp_sampled, versions, None, anchor)
 
 
 # As JSON ----------------------------------------------------------------------------------------------
 
-SAMPLED = ("tokens", "logp", "version", "finish_reason", "reused")  # what the fields of a Completion are written as
+COMPLETION_KEYS = ("tokens", "logp", "version", "finish_reason", "reused")  # JSON keys of a Completion's fields
 
 
-def to_json(played: Played) -> str:
-    """One line of JSON, from which `from_json` makes the same again; the task must be a `Task`, or JSON itself."""
-    inherited = [item.name for item in fields(Trajectory)]  # written last, as ever
-    names = [*(item.name for item in fields(played) if item.name not in inherited), *inherited]
-    scored = None if played.scored is None else played.scored._asdict() | {"parts": dict(played.scored.parts)}
-    record = {name: getattr(played, name) for name in names}
-    return _write(record | {"status": played.status.name, "scored": scored})
+def to_json(trajectory: RecordedTrajectory) -> str:
+    """One line of JSON for `from_json`; the task must be a `Task`, or JSON itself."""
+    inherited = [field.name for field in fields(Trajectory)]  # written last
+    names = [*(field.name for field in fields(trajectory) if field.name not in inherited), *inherited]
+    result = trajectory.reward_result
+    record = {name: getattr(trajectory, name) for name in names} | {
+        "status": trajectory.status.name,
+        "reward_result": None if result is None else result._asdict() | {"parts": dict(result.parts)},
+    }
+    return _write(record)
 
 
-def from_json(line: str | bytes) -> Played:
+def from_json(line: str | bytes) -> RecordedTrajectory:
     """The trajectory that `to_json` wrote."""
-    return _read(line, _played_from_json)
+
+    def parse(record: dict[str, Any]) -> RecordedTrajectory:
+        result = record["reward_result"]
+        result = None if result is None else RewardResult(**result)
+        return RecordedTrajectory(**record | {"status": Status[record["status"]], "reward_result": result})
+
+    return _read(line, parse)
 
 
-def unfinished_to_json(unfinished: Unfinished) -> str:
-    """Write an unfinished trajectory as one line of JSON for `unfinished_from_json`; its task as `to_json` needs it."""
-    record = {item.name: getattr(unfinished, item.name) for item in fields(unfinished)}
-    begun = unfinished.begun
-    return _write(record | {"begun": None if begun is None else _begun_to_json(begun)})
+def partial_to_json(partial: PartialTrajectory) -> str:
+    """One line of JSON for `partial_from_json`; the task must be a `Task`, or JSON itself."""
+    record: dict[str, Any] = {field.name: getattr(partial, field.name) for field in fields(partial)}
+    action = partial.partial_action
+    if action is not None:
+        dtypes = (np.int64, np.float64, np.int64)
+        columns = [np.asarray(x, dtype).tolist() for x, dtype in zip(action.completion[:3], dtypes, strict=True)]
+        completion = dict(zip(COMPLETION_KEYS, (*columns, *action.completion[3:]), strict=True))
+        record["partial_action"] = action._asdict() | {"completion": completion}
+    return _write(record)
 
 
-def unfinished_from_json(line: str | bytes) -> Unfinished:
-    """The trajectory that `unfinished_to_json` wrote."""
-    return _read(line, _unfinished_from_json)
+def partial_from_json(line: str | bytes) -> PartialTrajectory:
+    """The partial trajectory that `partial_to_json` wrote."""
+
+    def parse(record: dict[str, Any]) -> PartialTrajectory:
+        action = record.pop("partial_action")
+        if action is not None:
+            action = _with_new_keys(action)
+            completion = Completion(logp_sampled=action["completion"].pop("logp"), **action["completion"])
+            action = PartialAction(tuple(action["context"]), action["anchor"], completion)
+        return PartialTrajectory(**record, partial_action=action)
+
+    return _read(line, parse)
 
 
 def _write(record: dict[str, Any]) -> str:
-    """The line of a record, with what all records hold made JSON."""
+    """A record as a line of JSON, with the fields that both kinds of records have converted."""
     task = record["task"]
     common = {
-        "task": {"Task": _fields(task)} if isinstance(task, Task) else {"value": task},
+        "task": {"Task": _task_to_json(task)} if isinstance(task, Task) else {"value": task},
         "turns": [_turn_to_json(turn) for turn in record["turns"]],
         "log": [effects.to_json(effect) for effect in record["log"]],
     }
@@ -185,105 +256,56 @@ def _write(record: dict[str, Any]) -> str:
         ) from None
 
 
-def _read(line: str | bytes, make: Callable[[dict[str, Any]], Any]) -> Any:
-    """Parse a line of JSON and have `make` build the value, once the fields that all records have are restored."""
+def _read(line: str | bytes, parse: Callable[[dict[str, Any]], Any]) -> Any:
+    """Parse a line of JSON, with the fields that both kinds of records have converted before `parse` is called."""
     try:
-        record = json.loads(line)
+        record = _with_new_keys(json.loads(line))
         common = {
             "task": _task_from_json(record["task"]),
             "turns": tuple(_turn_from_json(turn) for turn in record["turns"]),
             "log": tuple(effects.from_json(effect) for effect in record["log"]),
         }
-        common |= {name: tuple(record[name]) for name in ("key", "tools", "errors", "lens")}
-        return make(record | common)
+        common |= {name: tuple(record[name]) for name in ("key", "tools", "errors", "effect_counts")}
+        return parse(record | common)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise BadInput(f"{line!r:.120} is no recorded trajectory ({error!r:.200}): give what to_json wrote") from None
 
 
-def _played_from_json(record: dict[str, Any]) -> Played:
-    scored = record["scored"]
-    scored = None if scored is None else Scored(**scored)
-    return Played(**record | {"status": Status[record["status"]], "scored": scored})
+def _with_new_keys(value: Mapping[str, JSON]) -> dict[str, JSON]:
+    """The JSON object with keys of earlier versions renamed."""
+    return {RECORD_KEYS.get(key, key): x for key, x in value.items()}
 
 
-def _unfinished_from_json(record: dict[str, Any]) -> Unfinished:
-    begun = record.pop("begun")
-    return Unfinished(**record, begun=None if begun is None else _begun_from_json(begun))
+def _task_to_json(task: Task) -> dict[str, JSON]:
+    return {field.name: getattr(task, field.name) for field in fields(task)} | {"metadata": dict(task.metadata)}
 
 
-def _begun_to_json(begun: CutAction) -> dict[str, Any]:
-    kinds = (np.int64, np.float64, np.int64)
-    columns = [np.asarray(x, kind).tolist() for x, kind in zip(begun.sampled[:3], kinds, strict=True)]
-    sampled = dict(zip(SAMPLED, (*columns, *begun.sampled[3:]), strict=True))
-    return {"said": begun.said, "anchor": begun.anchor, "sampled": sampled}
-
-
-def _begun_from_json(value: Mapping[str, Any]) -> CutAction:
-    sampled = dict(value["sampled"])
-    return CutAction(tuple(value["said"]), value["anchor"], Completion(logp_sampled=sampled.pop("logp"), **sampled))
-
-
-def _fields(task: Task) -> dict[str, Any]:
-    return {item.name: getattr(task, item.name) for item in fields(task)} | {"metadata": dict(task.metadata)}
-
-
-def _task_from_json(value: Mapping[str, Any]) -> Any:
+def _task_from_json(value: Mapping[str, JSON]) -> Any:
     if "Task" not in value:
         return value["value"]
     task = Task(**value["Task"])
     return replace(task, answers=tuple(task.answers))
 
 
-def _turn_to_json(turn: Turn) -> dict[str, Any]:
-    """Context and action apart; the version as one number where it is one."""
-    said = int(np.argmax(turn.chosen)) if np.any(turn.chosen) else len(turn.tokens)
-    if not np.all(turn.chosen[said:]):
-        raise BadInput(
-            "a turn holds context after its action, which no hosted rollout records: write it in another way"
-        )
+def _turn_to_json(turn: Turn) -> dict[str, JSON]:
+    """Context and action apart; the version as one number if all tokens have the same."""
+    size = int(np.argmax(turn.chosen)) if np.any(turn.chosen) else len(turn.tokens)  # of the context
+    if not np.all(turn.chosen[size:]):
+        raise BadInput("a turn has context after its action, which no hosted rollout records: write it in another way")
     tokens = np.asarray(turn.tokens).tolist()
     return {
-        "said": tokens[:said],
-        "action": tokens[said:],
-        "logp": np.asarray(turn.logp_sampled)[said:].astype(np.float64).tolist(),  # exact, as JSON's numbers are
+        "context": tokens[:size],
+        "action": tokens[size:],
+        "logp": np.asarray(turn.logp_sampled)[size:].astype(np.float64).tolist(),  # exact, as JSON's numbers are
         "version": np.asarray(turn.version).tolist(),
         "reward": turn.reward,
         "anchor": turn.anchor,
-    } | ({"begins": True} if turn.begins else {})
+    } | ({"starts_context": True} if turn.starts_context else {})
 
 
-def _turn_from_json(value: Mapping[str, Any]) -> Turn:
+def _turn_from_json(value: Mapping[str, JSON]) -> Turn:
+    value = _with_new_keys(value)
     version = value["version"]
     version = np.array(version, np.int32) if isinstance(version, list) else version
-    turn = make_turn(value["said"], value["action"], value["logp"], version, value["reward"], value["anchor"])
-    return replace(turn, begins=True) if value.get("begins") else turn
-
-
-def make_turn(
-    said: Sequence[int],
-    action: Sequence[int],
-    logp: Sequence[float],
-    version: np.ndarray | int,
-    reward: float | None,
-    anchor: int,
-) -> Turn:
-    """A turn: what was said, then what the policy chose."""
-    if len(action) != len(logp):
-        raise BadInput(f"an action of {len(action)} tokens has {len(logp)} log-probabilities: give one a token")
-    nothing = np.zeros(len(said), np.float32)
-    return Turn(
-        tokens=np.array([*said, *action], np.int32),
-        chosen=np.arange(len(said) + len(action)) >= len(said),
-        logp_sampled=np.concatenate([nothing, np.array(logp, np.float32)]),
-        version=version,
-        reward=reward,
-        anchor=anchor,
-    )
-
-
-def acted(said: Sequence[int], sampled: Completion, anchor: int) -> Turn:
-    """The turn of what was sampled; the tokens before it count as of the weights that chose its first."""
-    version = sampled.version
-    uniform = len(set(version)) == 1
-    versions = int(version[0]) if uniform else np.array([version[0]] * len(said) + list(version), np.int32)
-    return make_turn(said, sampled.tokens, sampled.logp_sampled, versions, None, anchor)
+    turn = make_turn(value["context"], value["action"], value["logp"], version, value["reward"], value["anchor"])
+    return replace(turn, starts_context=True) if value.get("starts_context") else turn

@@ -1,9 +1,10 @@
-"""A recorded trajectory gone through again (A2): actions come from the record, effects from its log.
+"""Replay a recorded trajectory (A2): actions come from the record, effects from its log.
 
-    replay(env, played)     the same Played, with nothing running but the environment's own code
+    replay(env, recorded)         the same trajectory; nothing runs but the environment's own code
+    last_state(env, recorded)     the environment's state at its end
 
-An environment's words must be what the record holds; a record of another environment, or one that was changed, is
-`BadInput` that names the first turn at which the two differ.
+Observations must be those of the record: for a record of another environment, or one that was changed, `BadInput` names
+the first turn that differs.
 """
 
 from collections.abc import Sequence
@@ -13,83 +14,81 @@ from typing import Any
 from jax import Array
 
 from flowgrpo.contracts import HostEnv
-from flowgrpo.rollout.effects import Effect, recorded, replayed
-from flowgrpo.rollout.records import Played, with_verdict
-from flowgrpo.rollout.trajectory_builder import OpenTrajectory, call_reset, call_step, derive, key_of
+from flowgrpo.rollout.effects import Effect, record_effects, replay_effects
+from flowgrpo.rollout.records import RecordedTrajectory, with_reward_result
+from flowgrpo.rollout.trajectory_builder import TrajectoryBuilder, call_reset, call_step, derive_keys, to_key
 from flowgrpo.types import BadInput, Turn
 
 
-def replay(env: HostEnv, played: Played) -> Played:
-    """The trajectory that the record leads to: `played` itself, in everything but its seconds."""
-    course = OpenTrajectory(env, played.task, played.key, played.group, played.sample)
-    turns = played.turns
-    retrace(course, key_of(derive([played.key], env.turns)[0, 0]), turns, played.log, played.lens)
-    if len(turns) > len(course.turns):  # its step returned nothing
-        _act(course, turns[-1])
-    course.log.extend(played.log[len(course.log) :])
-    if course.status is None:
-        tool = played.tools[-1] if played.tools else ""
-        course.cut(played.status, played.reason, tool)
+def replay(env: HostEnv, recorded: RecordedTrajectory) -> RecordedTrajectory:
+    """The trajectory that the environment gives for the record's actions and effects; raises where the two differ."""
+    builder = _retrace_record(env, recorded)
+    turns = recorded.turns
+    if len(turns) > len(builder.turns):  # the last step did not return
+        _add_recorded_action(builder, turns[-1])
+    builder.log.extend(recorded.log[len(builder.log) :])
+    if builder.status is None:
+        builder.end_in_call(recorded.status, recorded.reason, recorded.tools[-1] if recorded.tools else "")
     by_turn = bool(turns) and turns[0].reward is not None
-    again = course.played(by_turn=by_turn, seconds=played.seconds)
-    if played.scored is not None:
-        again = with_verdict(again, played.scored, lambda _: played.correct)
-    _compare(again, played)
-    return again
+    replayed = builder.finish(by_turn=by_turn, seconds=recorded.seconds)
+    if recorded.reward_result is not None:
+        replayed = with_reward_result(replayed, recorded.reward_result, lambda _: recorded.correct)
+    for name in ("tools", "errors", "output", "reason", "status", "outcome", "correct"):
+        _check_same(name, getattr(replayed, name), getattr(recorded, name))
+    _check_same("rewards", [turn.reward for turn in replayed.turns], [turn.reward for turn in recorded.turns])
+    _check_same("anchors", [turn.anchor for turn in replayed.turns], [turn.anchor for turn in recorded.turns])
+    return replayed
 
 
-def last_state(env: HostEnv, played: Played) -> Any:
-    """The environment's state after the last call of it that returned."""
-    course = OpenTrajectory(env, played.task, played.key, played.group, played.sample)
-    retrace(course, key_of(derive([played.key], env.turns)[0, 0]), played.turns, played.log, played.lens)
-    return course.state
+def _check_same(name: str, replayed: Any, recorded: Any) -> None:
+    if replayed != recorded:
+        raise BadInput(f"the replay's {name} are {replayed!r:.120}, but the record's {recorded!r:.120}")
+
+
+def last_state(env: HostEnv, recorded: RecordedTrajectory) -> Any:
+    """The environment's state after its last call that returned."""
+    return _retrace_record(env, recorded).state
+
+
+def _retrace_record(env: HostEnv, recorded: RecordedTrajectory) -> TrajectoryBuilder:
+    builder = TrajectoryBuilder(env, recorded.task, recorded.key, recorded.group, recorded.sample)
+    reset_key = to_key(derive_keys([recorded.key], env.max_turns)[0, 0])
+    retrace(builder, reset_key, recorded.turns, recorded.log, recorded.effect_counts)
+    return builder
 
 
 def retrace(
-    course: OpenTrajectory, key: Array, turns: Sequence[Turn], log: Sequence[Effect], lens: Sequence[int]
+    builder: TrajectoryBuilder,
+    reset_key: Array,
+    turns: Sequence[Turn],
+    log: Sequence[Effect],
+    effect_counts: Sequence[int],
 ) -> None:
-    """Bring a fresh course to where `lens` ends: the reset, and the step of each turn that returned."""
-    if len(lens) not in (len(turns), len(turns) + 1) or sum(lens) > len(log):
-        raise BadInput(f"{len(turns)} turns, {len(log)} effects and lens {tuple(lens)} are of no one trajectory")
-    for index, size in enumerate(lens):
-        start = len(course.log)
-        own = log[start : start + size]
-        do, asked = recorded(replayed(own))
-        if index == 0:
-            following = call_reset(course.env, key, course.task, do)
+    """Bring a fresh builder to the end of `effect_counts`: the reset, and the step of each turn that returned."""
+    if len(effect_counts) not in (len(turns), len(turns) + 1) or sum(effect_counts) > len(log):
+        raise BadInput(
+            f"{len(turns)} turns, {len(log)} effects and effect_counts {tuple(effect_counts)} are of no one trajectory"
+        )
+    env = builder.env
+    for number, count in enumerate(effect_counts):
+        start = len(builder.log)
+        effects = log[start : start + count]
+        call_tool, called = record_effects(replay_effects(effects))
+        if number == 0:
+            checked = call_reset(env, reset_key, builder.task, call_tool)
         else:
-            following = call_step(course.env, course.state, _act(course, turns[index - 1]), do)
-        if len(asked) != size:
-            raise BadInput(
-                f"{course.env.name} asked for {len(asked)} effects after turn {index}, the record has {size}"
-            )
-        course.log.extend(own)
-        course.heard(following)
+            checked = call_step(env, builder.state, _add_recorded_action(builder, turns[number - 1]), call_tool)
+        if len(called) != count:
+            raise BadInput(f"{env.name} asked for {len(called)} effects after turn {number}, the record has {count}")
+        builder.log.extend(effects)
+        builder.add_observation(checked)
 
 
-def _act(course: OpenTrajectory, turn: Turn) -> list[int]:
-    """The recorded action, where the environment says what the record says was said before it."""
-    number = len(course.turns)
-    if course.status is not None or course.following is None:
-        raise BadInput(f"{course.env.name} ends before turn {number} of the record: replay it with what recorded it")
-    if turn.tokens[~turn.chosen].tolist() != list(course.following.said):
-        raise BadInput(f"{course.env.name} says other tokens before turn {number} than the record has")
-    return course.acted(replace(turn, reward=None, anchor=course.following.anchor))
-
-
-def _compare(again: Played, played: Played) -> None:
-    """Raise `BadInput` where the environment judged otherwise than the record says."""
-    pairs = {
-        "tools": (again.tools, played.tools),
-        "errors": (again.errors, played.errors),
-        "output": (again.output, played.output),
-        "reason": (again.reason, played.reason),
-        "status": (again.status, played.status),
-        "outcome": (again.outcome, played.outcome),
-        "correct": (again.correct, played.correct),
-        "rewards": ([turn.reward for turn in again.turns], [turn.reward for turn in played.turns]),
-        "anchors": ([turn.anchor for turn in again.turns], [turn.anchor for turn in played.turns]),
-    }
-    for name, (mine, recorded_one) in pairs.items():
-        if mine != recorded_one:
-            raise BadInput(f"the replay's {name} are {mine!r:.120}, but the record's {recorded_one!r:.120}")
+def _add_recorded_action(builder: TrajectoryBuilder, turn: Turn) -> list[int]:
+    """Add the recorded turn, whose context must be the environment's last observation."""
+    number = len(builder.turns)
+    if builder.status is not None or builder.last_step is None:
+        raise BadInput(f"{builder.env.name} ends before turn {number} of the record: replay it with what recorded it")
+    if turn.tokens[~turn.chosen].tolist() != list(builder.last_step.tokens):
+        raise BadInput(f"{builder.env.name} observed other tokens before turn {number} than the record has")
+    return builder.add_action(replace(turn, reward=None, anchor=builder.last_step.anchor))

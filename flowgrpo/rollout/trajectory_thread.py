@@ -1,11 +1,11 @@
-"""Play one trajectory in a thread of its own, which calls the environment and the engine one after the other.
+"""Run one trajectory in a thread of its own, which calls the environment and the engine one after the other.
 
-    queued -> reset -> ready <-> step -> ended, or held where a stretch has a budget and it is used up: after a step, or
-                                                in the middle of an action
+    queued -> reset -> ready <-> step -> ended         or held, if a token budget is used up: after a step, or within an
+                                                       action
 
-The thread owns the `Member`'s course while it calls the environment or waits for the engine; every change is made under
-the lock, unless the member was stopped meanwhile. From then on the course belongs to the thread that stopped it, and
-this one, which may hang in a call that nothing can end, changes nothing any more.
+`run_trajectory` is the loop. The thread owns the `TrajectoryWorker`'s builder while it calls the environment or waits
+for the engine; every change is made under the lock, unless the worker was stopped meanwhile. From then on the builder
+belongs to the thread that stopped it, and this one, which may hang in a call that nothing can end, changes nothing.
 """
 
 import threading
@@ -14,242 +14,246 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 
-from flowgrpo.contracts import Call, Completion, Conversation, Do, EngineClosed, Request, RequestFailed, Result
-from flowgrpo.rollout.effects import DeadlineStop, recorded
-from flowgrpo.rollout.records import Unfinished, acted
+from flowgrpo.contracts import Call, Completion, Conversation, EngineClosed, Request, RequestFailed, Result, ToolRunner
+from flowgrpo.rollout.effects import DeadlineStop, record_effects
+from flowgrpo.rollout.records import PartialTrajectory, to_turn
 from flowgrpo.rollout.replay import retrace
-from flowgrpo.rollout.trajectory_builder import OpenTrajectory, call_reset, call_step, key_of
-from flowgrpo.types import BadInput, Status, Turn
+from flowgrpo.rollout.trajectory_builder import TrajectoryBuilder, call_reset, call_step, to_key
+from flowgrpo.types import BadInput, Status
 
 Submit = Callable[[Request], "Future[Completion]"]
 Phase = Literal["queued", "resumed", "reset", "ready", "step", "held", "ended"]
 
 
-class Overdue(BaseException):
-    """The member has come to where a deadline stopped it, before its process was killed."""
+class DeadlineExceeded(BaseException):
+    """The worker has reached the point at which a deadline stopped it in an earlier attempt."""
 
 
-class Stopped(BaseException):
-    """The member was stopped: what its thread does is no longer wanted."""
+class Cancelled(BaseException):
+    """The worker was stopped: the result of its thread is no longer wanted."""
 
 
 @dataclass(eq=False)
-class Member:
-    """A trajectory of a rollout."""
+class TrajectoryWorker:
+    """A trajectory of a rollout, with the phase that it is in."""
 
     index: int
-    course: OpenTrajectory
-    keys: np.ndarray  # words of the reset's key, then of each turn's
-    given: Unfinished | None = None  # what it is resumed from
-    late: DeadlineStop | None = None  # where a deadline stopped it, in an earlier attempt
+    builder: TrajectoryBuilder
+    keys: np.ndarray  # integers of the reset's key, then of each turn's
+    resumed: PartialTrajectory | None = None  # the trajectory that this one continues
+    earlier_stop: DeadlineStop | None = None  # where a deadline stopped it in an earlier attempt
     lock: Any = field(default_factory=threading.Lock)
     phase: Phase = "queued"
-    since: float = 0.0  # when the phase began
-    stopped: bool = False
-    call: Call | None = None  # the effect that is awaited
-    future: "Future[Completion] | None" = None
+    phase_start: float = 0.0
+    is_stopped: bool = False
+    call: Call | None = None  # the effect that it waits for
+    future: "Future[Completion] | None" = None  # the completion that it waits for
     started: float | None = None
     seconds: float = 0.0
-    said: int = 0  # tokens that the policy chose in this rollout
-    conversation: Conversation = field(default_factory=Conversation)  # for the engine, until it is left
+    num_sampled: int = 0  # tokens of this rollout
+    conversation: Conversation = field(default_factory=Conversation)  # for the engine, until the worker is released
 
     @property
-    def begun(self) -> Sequence[int]:
-        """Of the action that the engine is asked for, the tokens that an earlier rollout got."""
-        return () if self.course.begun is None else self.course.begun.tokens
+    def partial_tokens(self) -> Sequence[int]:
+        """Tokens of the current action that an earlier rollout sampled."""
+        return () if self.builder.partial is None else self.builder.partial.tokens
+
+    @property
+    def pending_tool(self) -> str:
+        """Name of the tool that it waits for; "" for none."""
+        return self.call.name if self.call is not None and self.call.kind == "tool" else ""
 
     def advance(self, phase: Phase, change: Callable[..., Any] = lambda: None, *arguments) -> Any:
-        """Go on to a phase with a change of the course, which may end it; returns what the change does."""
+        """Enter a phase after `change(*arguments)`, which may end the trajectory; returns the result of `change`."""
         with self.lock:
-            if self.stopped:
-                raise Stopped
+            if self.is_stopped:
+                raise Cancelled
             result = change(*arguments)
-            self._enter(phase)
+            self.enter(phase)
             return result
 
-    def stop(self, since: float | None = None) -> Phase | None:
-        """Take the course from the thread; returns the phase in which it was stopped.
+    def enter(self, phase: Phase) -> None:
+        """Enter a phase, or "ended" if the trajectory has a status; only under the lock."""
+        self.phase_start, self.future = time.monotonic(), None
+        self.phase = phase if self.builder.status is None else "ended"
+        if self.phase in ("ended", "held"):
+            self.seconds += self.phase_start - (self.started or self.phase_start)
 
-        None where it has ended or is held, or is no longer in the phase that began at `since`.
+    def stop(self, phase_start: float | None = None) -> Phase | None:
+        """Take the builder from the thread; returns the phase in which it was stopped.
+
+        None, and no effect, if it has ended, is held, was stopped before, or has left the phase that began at
+        `phase_start`.
         """
         with self.lock:
-            if self.phase in ("ended", "held") or self.stopped or (since is not None and self.since != since):
+            is_over = self.phase in ("ended", "held") or self.is_stopped
+            if is_over or (phase_start is not None and self.phase_start != phase_start):
                 return None
-            self.stopped = True
+            self.is_stopped = True
             if self.started is not None:
                 self.seconds += time.monotonic() - self.started
             return self.phase
 
-    def check_late(self, effects: int) -> None:
-        """Raise where a deadline stopped it before, after so many effects; -1 where the environment is called."""
-        late = self.late
-        if late is None or (late.turns, late.phase) != (len(self.course.turns), self.phase):
+    def check_earlier_stop(self, num_effects: int) -> None:
+        """Raise at the point of an earlier attempt's deadline: phase, turn, and effects (-1: in the environment)."""
+        stop = self.earlier_stop
+        if stop is None or (stop.turns, stop.phase) != (len(self.builder.turns), self.phase):
             return
-        if effects >= late.effects:
-            raise Overdue
-
-    def _enter(self, phase: Phase) -> None:
-        self.since, self.future = time.monotonic(), None
-        self.phase = phase if self.course.status is None else "ended"
-        if self.phase in ("ended", "held"):
-            self.seconds += self.since - (self.started or self.since)
+        if num_effects >= stop.effects:
+            raise DeadlineExceeded
 
 
-def play_member(
-    member: Member, submit: Submit, do: Do, temperature: float, budget: int | None, repeats: int | None, post: Callable
+def run_trajectory(
+    worker: TrajectoryWorker,
+    submit: Submit,
+    call_tool: ToolRunner,
+    temperature: float,
+    budget: int | None,
+    repetition_limit: int | None,
+    post: Callable[[str, Any], None],
 ) -> None:
-    """The thread of a member: posts that it ended or is held, or what failed; nothing where it was stopped."""
+    """The worker's thread: reset, then ask the policy and step the environment until the trajectory ends or is held.
+
+    Posts ("ended", worker) at the end or when it is held, ("late", worker) at the point of an earlier deadline,
+    ("failed", error) for an error, and nothing if it was stopped.
+    """
+
+    def call_watched(call: Call) -> Result:
+        """Run an effect, which `worker.call` names while it is awaited."""
+        if worker.is_stopped:
+            raise Cancelled
+        worker.call = call
+        worker.check_earlier_stop(len(worker.builder.log))
+        result = call_tool(call)
+        if worker.is_stopped:
+            raise Cancelled
+        worker.call = None
+        return result
+
     try:
-        do, member.course.log = recorded(partial(_watched, member, do))
-        _begin(member, do)
-        while member.phase not in ("ended", "held"):
-            left = None if budget is None else budget - member.said
-            if left == 0:
-                member.advance("held")
+        call_env, worker.builder.log = record_effects(call_watched)
+        _reset_or_resume(worker, call_env)
+        while worker.phase not in ("ended", "held"):
+            remaining = None if budget is None else budget - worker.num_sampled
+            if remaining == 0:
+                worker.advance("held")
                 break
-            completion = _ask(member, submit, temperature, left)
-            if completion is not None:
-                _check(member, completion, left)
-                if completion.finish_reason == "budget":
-                    member.advance("held", member.course.began, completion)
+            completion = _ask_policy(worker, submit, temperature, remaining)
+            if completion is None:
+                continue  # the trajectory has ended
+            _check_completion(worker, completion, remaining)
+            builder = worker.builder
+            if completion.finish_reason == "budget":
+                worker.advance("held", builder.begin_action, completion)
+                break
+            assert builder.last_step is not None
+            turn = to_turn(builder.last_step.tokens, completion, builder.last_step.anchor)
+            worker.num_sampled += len(completion.tokens) - len(worker.partial_tokens)
+            action = worker.advance("step", builder.add_action, turn)
+            if repetition_limit is not None and len(builder.turns) >= repetition_limit:
+                actions = [turn.tokens[turn.chosen].tolist() for turn in builder.turns[-repetition_limit:]]
+                if all(other == action for other in actions):
+                    reason = f"the last {repetition_limit} actions are the same"
+                    worker.advance("ended", builder.end_in_call, Status.REPETITION, reason)
                     break
-                action = _take_in(member, completion)
-                if repeats is not None and _is_repeated(member.course.turns, repeats):
-                    why = f"the last {repeats} actions are the same"
-                    member.advance("ended", member.course.cut, Status.REPETITION, why)
-                    break
-                _call(member, "step", call_step, member.course.env, member.course.state, action, do)
-    except Stopped:
+            _call_env(worker, "step", call_step, builder.env, builder.state, action, call_env)
+    except Cancelled:
         return
-    except Overdue:
-        post("late", member)
+    except DeadlineExceeded:
+        post("late", worker)
     except BaseException as error:
-        if not member.stopped:
+        if not worker.is_stopped:
             post("failed", error)
     else:
-        post("ended", member)
+        post("ended", worker)
 
 
-def _begin(member: Member, do: Do) -> None:
-    """The reset, or all that a member which is resumed has behind it."""
-    course = member.course
-    if member.given is None or not (member.given.lens or member.given.turns or member.given.begun):
-        member.advance("reset")
-        _call(member, "reset", call_reset, course.env, key_of(member.keys[0]), course.task, do)
+def _reset_or_resume(worker: TrajectoryWorker, call_env: ToolRunner) -> None:
+    """Reset the environment, or retrace the turns of the trajectory that is resumed."""
+    builder, resumed, reset_key = worker.builder, worker.resumed, to_key(worker.keys[0])
+    if resumed is None or not (resumed.effect_counts or resumed.turns or resumed.partial_action):
+        worker.advance("reset")
+        _call_env(worker, "reset", call_reset, builder.env, reset_key, builder.task, call_env)
         return
-    member.advance("resumed")
-    behind = OpenTrajectory(course.env, course.task, course.key, course.group, course.sample, log=course.log)
-    retrace(behind, key_of(member.keys[0]), member.given.turns, member.given.log, member.given.lens)
-    if behind.status is not None or len(behind.turns) != len(member.given.turns):
-        raise BadInput(f"an unfinished trajectory has ended in {course.env.name}: resume it with what gave it back")
-    if member.given.begun is not None:
-        if behind.following is None or member.given.begun.said != behind.following.said:
-            raise BadInput(f"{course.env.name} says other tokens before the action that was begun than the record has")
-        behind.began(member.given.begun.sampled)
-
-    def take() -> None:
-        member.course = behind
-
-    member.advance("ready", take)
+    worker.advance("resumed")
+    retraced = TrajectoryBuilder(builder.env, builder.task, builder.key, builder.group, builder.sample, log=builder.log)
+    retrace(retraced, reset_key, resumed.turns, resumed.log, resumed.effect_counts)
+    if retraced.status is not None or len(retraced.turns) != len(resumed.turns):
+        raise BadInput(f"an unfinished trajectory has ended in {builder.env.name}: resume it with what gave it back")
+    if resumed.partial_action is not None:
+        if retraced.last_step is None or resumed.partial_action.context != retraced.last_step.tokens:
+            raise BadInput(f"{builder.env.name} observed other tokens before the partial action than the record has")
+        retraced.begin_action(resumed.partial_action.completion)
+    worker.advance("ready", setattr, worker, "builder", retraced)
 
 
-def _call(member: Member, name: str, function: Callable, *arguments) -> None:
-    """A call of the environment; whatever it raises ends this trajectory and no other."""
+def _call_env(worker: TrajectoryWorker, name: str, function: Callable, *arguments) -> None:
+    """Reset or step the environment and add the result; whatever it raises ends this trajectory and no other."""
     try:
-        member.check_late(-1)
-        following = function(*arguments)
-    except (Stopped, Overdue):
+        worker.check_earlier_stop(-1)
+        checked = function(*arguments)
+    except (Cancelled, DeadlineExceeded):
         raise
     except BaseException as error:
-        said = " ".join(traceback.format_exception_only(error)).strip()
-        member.advance("ended", member.course.cut, Status.ABORTED, f"{name} raised {said:.500}", tool_of(member.call))
+        message = " ".join(traceback.format_exception_only(error)).strip()
+        reason = f"{name} raised {message:.500}"
+        worker.advance("ended", worker.builder.end_in_call, Status.ABORTED, reason, worker.pending_tool)
         return
-    member.advance("ready", member.course.heard, following)
+    worker.advance("ready", worker.builder.add_observation, checked)
 
 
-def _watched(member: Member, do: Do, call: Call) -> Result:
-    """An effect that says what it is while it is awaited."""
-    if member.stopped:
-        raise Stopped
-    member.call = call
-    member.check_late(len(member.course.log))
-    result = do(call)
-    if member.stopped:
-        raise Stopped
-    member.call = None
-    return result
-
-
-def tool_of(call: Call | None) -> str:
-    """The tool that is called; "" where none is."""
-    return call.name if call is not None and call.kind == "tool" else ""
-
-
-def _ask(member: Member, submit: Submit, temperature: float, budget: int | None) -> Completion | None:
-    """Ask the engine for the policy's action and wait for it; None where the context has grown too long to ask."""
-    course = member.course
-    member.check_late(len(course.log))
-    request = course.request(key_of(member.keys[1 + len(course.turns)]), temperature, budget)
-    if course.appends:
-        request = request._replace(conversation=member.conversation)
-    with member.lock:
-        if member.stopped:
-            raise Stopped
+def _ask_policy(worker: TrajectoryWorker, submit: Submit, temperature: float, budget: int | None) -> Completion | None:
+    """Request the policy's action and wait for it; None if the context is too long or the engine failed (F5)."""
+    builder = worker.builder
+    worker.check_earlier_stop(len(builder.log))
+    request = builder.request(to_key(worker.keys[1 + len(builder.turns)]), temperature, budget)
+    if builder.extends_context:
+        request = request._replace(conversation=worker.conversation)
+    with worker.lock:
+        if worker.is_stopped:
+            raise Cancelled
         try:
-            future = member.future = submit(request)
+            future = worker.future = submit(request)
         except EngineClosed:
             raise
         except BadInput as error:
-            if course.begun is not None:  # its context was not too long when it began
+            if builder.partial is not None:  # its context was not too long for the first part of the action
                 raise
-            course.end(Status.TOKEN_LIMIT, str(error))
-            member._enter("ended")
+            builder.end(Status.TOKEN_LIMIT, str(error))
+            worker.enter("ended")
             return None
     try:
         return future.result()
     except RequestFailed as error:
-        member.advance("ended", course.end, Status.TOOL_FAILURE, f"the engine: {error}")
+        worker.advance("ended", builder.end, Status.TOOL_FAILURE, f"the engine: {error}")
         return None
     except CancelledError:
-        if member.stopped:
-            raise Stopped from None
+        if worker.is_stopped:
+            raise Cancelled from None
         raise BadInput("a request was cancelled by somebody else: leave the futures of a rollout to it") from None
 
 
-def _check(member: Member, completion: Completion, left: int | None) -> None:
-    """Refuse what no rollout can go on with."""
-    if member.stopped:
-        raise Stopped
-    if completion.finish_reason not in ("stop", "length") and (left is None or completion.finish_reason != "budget"):
+def _check_completion(worker: TrajectoryWorker, completion: Completion, remaining: int | None) -> None:
+    """Raise `BadInput` for a completion that breaks the contract of engines."""
+    if worker.is_stopped:
+        raise Cancelled
+    reason = completion.finish_reason
+    if reason not in ("stop", "length") and (remaining is None or reason != "budget"):
         raise BadInput(
-            f"the engine ended a request as {completion.finish_reason!r}: keep it open until the rollout is over, and "
-            "leave deadlines to the rollout"
+            f"the engine ended a request as {reason!r}: keep it open until the rollout is over, and leave deadlines to "
+            "the rollout"
         )
-    before = list(member.begun)
+    before = list(worker.partial_tokens)
     if list(completion.tokens[: len(before)]) != before:
-        raise BadInput("the engine did not go on with the action that was begun: resume it with one that can")
-    new = len(completion.tokens) - len(before)
-    if new < 1:
-        raise BadInput("the engine answered without a token: an action has at least one")
-    if left is not None and new > left:
-        raise BadInput(f"the engine sampled {new} tokens where {left} were left: a budget needs one that cuts actions")
-
-
-def _take_in(member: Member, completion: Completion) -> list[int]:
-    """The action, with which the step begins."""
-    following = member.course.following
-    assert following is not None
-    turn = acted(following.said, completion, following.anchor)
-    member.said += len(completion.tokens) - len(member.begun)
-    return member.advance("step", member.course.acted, turn)
-
-
-def _is_repeated(turns: Sequence[Turn], times: int) -> bool:
-    """Say whether the last so many turns have the same action."""
-    actions = [turn.tokens[turn.chosen].tolist() for turn in turns[-times:]]
-    return len(actions) == times and all(action == actions[0] for action in actions)
+        raise BadInput("the engine did not continue the partial action: resume it with one that can")
+    num_new = len(completion.tokens) - len(before)
+    if num_new < 1:
+        raise BadInput("the engine returned no token: an action has at least one")
+    if remaining is not None and num_new > remaining:
+        raise BadInput(
+            f"the engine sampled {num_new} tokens where {remaining} were left: a budget needs one that cuts actions"
+        )

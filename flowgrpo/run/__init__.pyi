@@ -5,9 +5,9 @@ from .config import TrainingConfig as TrainingConfig
 from .config import setting as setting
 from .run_dir import read_run as read_run
 from .run_dir import run_folder as run_folder
+from .session import EvaluatedTrainable as EvaluatedTrainable
 from .session import Session as Session
-from .session import TestedWork as TestedWork
-from .session import Work as Work
+from .session import Trainable as Trainable
 from .session import run_session as run_session
 from .time_budget import OutOfTime as OutOfTime
 from .time_budget import TimeBudget as TimeBudget

@@ -1,11 +1,11 @@
-"""Settings of a run: a frozen dataclass in which each is declared once, with its type, default, meaning and bounds.
+"""Settings of a run: a frozen dataclass whose fields are each declared with type, default, description and bounds.
 
     @dataclass(frozen=True, kw_only=True)
     class Config(RunConfig):
         rate: float = setting(1e-3, "Learning rate.", "Learning", at_least=0.0)
 
-The flags of a command follow from the fields (`experiments.cli.flags`), and `run.json` holds their values. A value that
-is not of its type, not finite, or out of its bounds is refused where a Config is made.
+The flags of a command follow from the fields (`experiments.cli.flags`), and `run.json` stores their values. Making a
+Config raises `BadInput` for a value that has the wrong type, is not finite, or is out of bounds.
 """
 
 import difflib
@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypedDict, TypeVar
 
 from flowgrpo.errors import BadInput
 
@@ -22,120 +22,147 @@ C = TypeVar("C", bound="RunConfig")
 
 
 class SettingInfo(NamedTuple):
-    """How a setting is shown and checked."""
+    """How a setting is described, checked and resumed."""
 
-    help: str
+    description: str
     heading: str | None  # of --help; None: no flag
     choices: tuple[str, ...] = ()
     at_least: float | None = None
     at_most: float | None = None
-    repeated: bool = False  # the flag is given once for each value, and not as one list
-    may_differ: bool = False  # when a run goes on
+    repeated: bool = False  # the flag is given once for each value, instead of once with a list
+    may_change: bool = False  # when a run is resumed
+    was: str | None = None  # earlier name, which is still read
 
 
 def setting(
     default: Any,
-    help: str,
+    description: str,
     heading: str | None = None,
     *,
     choices: Collection[str] = (),
     at_least: float | None = None,
     at_most: float | None = None,
     repeated: bool = False,
-    may_differ: bool = False,
+    may_change: bool = False,
+    was: str | None = None,
 ) -> Any:
-    """Declare a setting as a field of a Config."""
-    about = SettingInfo(help, heading, tuple(choices), at_least, at_most, repeated, may_differ)
-    return field(default=default, metadata={"about": about})
+    """Declare a setting as a field of a Config.
+
+    Args:
+        default: value if nothing else is chosen; a recipe's `defaults` may replace it.
+        description: one sentence for --help: meaning, unit, and what 0 or None does.
+        heading: the group of --help in which the flag appears; None: the setting has no flag.
+        choices: allowed strings; () for all.
+        at_least, at_most: inclusive bounds of a number.
+        repeated: the flag is given once for each value, instead of once with a list.
+        may_change: a resumed run may have another value.
+        was: earlier name: its flag still works, and a stored run that has it can be read. It is never written.
+    """
+    info = SettingInfo(description, heading, tuple(choices), at_least, at_most, repeated, may_change, was)
+    return field(default=default, metadata={"info": info})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The settings that every run has."""
+    """Settings of every run."""
 
-    seed: int = setting(0, "Seed of everything.", "What is run", at_least=0)
-    control: str = setting("none", "Change one thing, as a control.")
+    seed: int = setting(0, "Seed of all random numbers of the run.", "Run", at_least=0)
+    control: str = setting("none", "Control experiment that replaces one part of training; none: train normally.")
 
     def __post_init__(self) -> None:
-        _check_config(self)
+        for declared in fields(self):
+            name, value = declared.name, getattr(self, declared.name)
+            info: SettingInfo = declared.metadata["info"]
+            kind, is_optional = setting_type(type(self), declared)
+            if value is None and is_optional:
+                continue
+            if value is None or not _has_type(value, kind):
+                expected = {int: "a whole number", float: "a finite number"}.get(kind, kind.__name__)
+                raise BadInput(f"--{name}={value!r} must be {expected}")
+            if info.choices and value not in info.choices:
+                raise BadInput(f"--{name}={value} is unknown; choose from {', '.join(info.choices)}")
+            if info.at_least is not None and value < info.at_least:
+                raise BadInput(f"--{name}={value} must be at least {info.at_least:g}")
+            if info.at_most is not None and value > info.at_most:
+                raise BadInput(f"--{name}={value} must be at most {info.at_most:g}")
 
     @classmethod
     def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG003  recipes read it
-        """Defaults by name; those of some recipes depend on what was chosen, such as an environment or a model."""
-        return {one.name: one.default for one in fields(cls)}
+        """Defaults by name; those of some recipes depend on chosen settings, such as the environment or the model."""
+        return {declared.name: declared.default for declared in fields(cls)}
 
     def to_json(self) -> dict[str, Any]:
-        """The values by their names, as `run.json` holds them."""
+        """Values by name, as `run.json` stores them."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Make a Config of what `run.json` holds."""
-        declared = setting_infos(cls)
-        strange = sorted(declared.keys() ^ values.keys())
-        if strange:
-            raise BadInput(f"{strange[0]!r} is {'missing' if strange[0] in declared else 'no setting of this recipe'}")
-        given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
-        return cls(**given)
+        """A Config of the values in `run.json`, whose settings may have their earlier names."""
+        infos = setting_infos(cls)
+        current = {info.was: name for name, info in infos.items() if info.was is not None}
+        settings: dict[str, Any] = {
+            current.get(name, name): tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        wrong = sorted(infos.keys() ^ settings.keys())
+        if wrong:
+            raise BadInput(f"{wrong[0]!r} is {'missing' if wrong[0] in infos else 'no setting of this recipe'}")
+        return cls(**settings)
 
     @classmethod
-    def may_differ(cls) -> tuple[str, ...]:
-        """Name the settings that may change when a run goes on."""
-        return tuple(name for name, one in setting_infos(cls).items() if one.may_differ)
+    def may_change(cls) -> tuple[str, ...]:
+        """Names of the settings that may change when a run is resumed."""
+        return tuple(name for name, info in setting_infos(cls).items() if info.may_change)
+
+
+class RunSettings(TypedDict, total=False):
+    """Settings of every run, as keyword arguments."""
+
+    seed: int
+    control: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(RunConfig):
-    """The settings that every run of reinforcement has."""
+    """Settings of every run that trains by reinforcement learning."""
 
-    updates: int = setting(150, "Updates of the reinforcement phase.", "Sizes", at_least=0, may_differ=True)
-    warm_steps: int = setting(0, "Steps of imitation at most.", "Learning", at_least=0)
+    updates: int = setting(150, "Number of RL updates; 0 stops after imitation.", "Sizes", at_least=0, may_change=True)
+    warm_steps: int = setting(0, "Maximum number of imitation steps before RL; 0: none.", "Learning", at_least=0)
+
+
+class TrainingSettings(RunSettings, total=False):
+    """Settings of every run that trains by reinforcement learning, as keyword arguments."""
+
+    updates: int
+    warm_steps: int
 
 
 def setting_infos(config: type[RunConfig]) -> dict[str, SettingInfo]:
-    """Say how each setting of a Config is shown and checked, in the order of declaration."""
-    return {one.name: one.metadata["about"] for one in fields(config)}
+    """Each setting of a Config by name, in the order of declaration."""
+    return {declared.name: declared.metadata["info"] for declared in fields(config)}
 
 
-def kind_of(config: type[RunConfig], one: Field) -> tuple[type, bool]:
-    """The type of a setting's values, and whether it may be None."""
-    hint = typing.get_type_hints(config)[one.name]
-    optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    kinds = [x for x in typing.get_args(hint) if x is not type(None)] if optional else [hint]
-    return typing.get_origin(kinds[0]) or kinds[0], optional
+def setting_type(config: type[RunConfig], declared: Field) -> tuple[type, bool]:
+    """Type of a setting's values, and whether it may be None."""
+    hint = typing.get_type_hints(config)[declared.name]
+    is_optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_optional else [hint]
+    return typing.get_origin(kinds[0]) or kinds[0], is_optional
 
 
-def _check_config(config: RunConfig) -> None:
-    """Raise `BadInput` for the first value that is not what its setting is declared to be."""
-    for one in fields(config):
-        value = getattr(config, one.name)
-        own: SettingInfo = one.metadata["about"]
-        low, high = own.at_least, own.at_most
-        kind, optional = kind_of(type(config), one)
-        if value is None and optional:
-            continue
-        if value is None or not _is_of(kind, value):
-            name = {int: "a whole number", float: "a finite number"}.get(kind, kind.__name__)
-            raise BadInput(f"--{one.name}={value!r} must be {name}")
-        if own.choices and value not in own.choices:
-            raise BadInput(f"--{one.name}={value} is unknown; choose from {', '.join(own.choices)}")
-        if low is not None and value < low:
-            raise BadInput(f"--{one.name}={value} must be at least {low:g}")
-        if high is not None and value > high:
-            raise BadInput(f"--{one.name}={value} must be at most {high:g}")
-
-
-def _is_of(kind: type, value: Any) -> bool:
-    """Say whether a value is of a kind: a whole number is a number, and true and false are neither."""
+def _has_type(value: Any, kind: type) -> bool:
+    """Whether a value has a type, where an int counts as a float, and a bool as neither."""
     if isinstance(value, bool) and kind is not bool:
         return False
     return isinstance(value, int | float) and math.isfinite(value) if kind is float else isinstance(value, kind)
 
 
 def make_config(config: type[C], values: Mapping[str, Any]) -> C:
-    """A Config of these values and the defaults that fit them; an unknown name is refused with the nearest one."""
-    unknown = sorted(values.keys() - setting_infos(config).keys())
+    """A Config of these values, and of the defaults that fit them; raises `BadInput` for an unknown name."""
+    infos = setting_infos(config)
+    unknown = sorted(values.keys() - infos.keys())
     if unknown:
-        near = difflib.get_close_matches(unknown[0], setting_infos(config), n=1)
-        raise BadInput(f"{unknown[0]!r} is no setting{f'; did you mean {near[0]!r}?' if near else ''}")
+        renamed = [name for name, info in infos.items() if info.was == unknown[0]]
+        close = renamed or difflib.get_close_matches(unknown[0], infos, n=1)
+        raise BadInput(f"{unknown[0]!r} is no setting{f'; did you mean {close[0]!r}?' if close else ''}")
     return config(**{**config.defaults(values), **values})

@@ -6,33 +6,33 @@ from pathlib import Path
 from typing import Any
 
 
-def ending(written: str, then: Sequence[tuple[str, str]]) -> str:
-    """Format the closing message: what was written, and a line for each next step, a (command, what it is for)."""
-    width = max((len(command) for command, _ in then), default=0)
-    steps = [f"    {command:<{width}}  # {why}" for command, why in then]
+def closing_message(written: str, next_steps: Sequence[tuple[str, str]]) -> str:
+    """Format the closing message: what was written, and a line for each next step, a (command, purpose)."""
+    width = max((len(command) for command, _ in next_steps), default=0)
+    steps = [f"    {command:<{width}}  # {purpose}" for command, purpose in next_steps]
     return "\n".join(["", written, *(["next:", *steps] if steps else [])])
 
 
-def command(name: str, **values: Any) -> str:
-    """The words of a command, as a shell takes them in a checkout and where the package was installed."""
-    return " ".join([f"python -m flowgrpo {name}", *(f"--{key}={shlex.quote(str(x))}" for key, x in values.items())])
+def command(name: str, **flags: Any) -> str:
+    """A command line with these flags, for a shell, in a checkout or with the package installed."""
+    return " ".join([f"python -m flowgrpo {name}", *(f"--{key}={shlex.quote(str(x))}" for key, x in flags.items())])
 
 
-def contents(folder: Path) -> str:
-    """List what lies in a folder, by name, with a slash behind folders; hidden files are left out."""
+def list_contents(folder: Path) -> str:
+    """Names of the files in a folder, sorted, folders with a slash; hidden files are left out."""
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     return ", ".join(f"{path.name}/" if path.is_dir() else path.name for path in paths)
 
 
-def after_training(folder: Path, updates: int, *, evaluates: bool) -> str:
-    """Compose the closing message of a run of reinforcement: what it wrote, and its next steps."""
-    tested = [(command("evaluate", workdir=folder), "tests it on fresh tasks")] if evaluates else []
-    return ending(
-        f"written to {folder}: {contents(folder)}",
+def training_message(folder: Path, updates: int, *, can_evaluate: bool) -> str:
+    """The closing message of a reinforcement run: what it wrote, and its next steps."""
+    evaluate = [(command("evaluate", workdir=folder), "tests it on fresh tasks")] if can_evaluate else []
+    return closing_message(
+        f"written to {folder}: {list_contents(folder)}",
         [
-            *tested,
+            *evaluate,
             (command("view", workdir=folder), "shows its trajectories as a page"),
             (command("export", workdir=folder, out=folder / "model"), "writes the planner for transformers"),
-            ("the same command with more --updates", f"goes on from update {updates}"),
+            ("the same command with more --updates", f"resumes from update {updates}"),
         ],
     )

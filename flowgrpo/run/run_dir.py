@@ -1,11 +1,11 @@
-"""The folder of a run: what it was started with, checked before it goes on, and one process at a time.
+"""The folder of a run: what it was started with, checked before it resumes, and one process at a time.
 
     with run_folder("runs/lookup", "pure", {"seed": 0, "learning_rate": 3e-4}) as folder:
         ...
 
-A run goes on to the same bits only under the same settings, software and hardware (S1), so `run.json` and the note of
-every checkpoint hold them all, and another run is refused, with what differs. The lock is the operating system's: it
-ends with its process.
+A run resumes bit for bit only under the same settings, software and hardware (S1), so `run.json` and the metadata of
+every checkpoint store them all, and another run is refused, with the differences. The lock is the operating system's:
+it ends with its process.
 """
 
 import fcntl
@@ -18,12 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from flowgrpo import launch
-from flowgrpo.files import make_folder, read_json, write_whole
+from flowgrpo.files import make_folder, read_json, write_atomic
+from flowgrpo.renamed import SETTINGS, current_names
 from flowgrpo.run.run_files import (
     BEFORE,
     CHECKPOINTS,
@@ -36,7 +36,7 @@ from flowgrpo.run.run_files import (
     find_made,
     remove_made,
 )
-from flowgrpo.types import BadInput
+from flowgrpo.types import JSON, BadInput
 
 LOCK = ".lock"
 SHOWN = 8  # differences at most in a message
@@ -46,31 +46,32 @@ SHOWN = 8  # differences at most in a message
 def run_folder(
     folder: str | os.PathLike,
     recipe: str,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, JSON],
     *,
-    may_differ: Sequence[str] = (),
-    also: Sequence[str] = (),
-    patience: float = 0.0,
+    may_change: Sequence[str] = (),
+    extra_files: Sequence[str] = (),
+    lock_timeout: float = 0.0,
 ) -> Iterator[Path]:
-    """The folder, made for this run, or found to be its own; nobody else's while the block runs.
+    """The folder, made for this run or checked to be its own, and locked while the block runs.
 
-    Files of others may lie there, but none that the run would overwrite; `also` are the names of files that it writes
-    beside those of `run_files`.
+    The folder may hold other files, but none that the run would overwrite.
 
-    `may_differ` names settings that may change when a run goes on, such as its number of updates. `patience` is how
-    many seconds another process, which may be ending, has to leave the folder.
+    Args:
+        may_change: settings that may change when a run resumes, such as its number of updates.
+        extra_files: names of files that the run writes, besides those of `run_files`.
+        lock_timeout: seconds to wait for another process that may be ending.
     """
     path = make_folder(folder)
-    check_free(path, also)
-    with _alone(path, patience):
-        check_run(path, recipe, settings, may_differ=may_differ)
+    check_free(path, extra_files)
+    with _locked(path, lock_timeout):
+        check_run(path, recipe, settings, may_change=may_change)
         yield path
 
 
 @contextmanager
-def _alone(path: Path, patience: float = 0.0) -> Iterator[None]:
-    """Nobody else works in the folder while the block runs."""
-    until = time.monotonic() + patience
+def _locked(path: Path, lock_timeout: float = 0.0) -> Iterator[None]:
+    """Lock the folder while the block runs."""
+    deadline = time.monotonic() + lock_timeout
     try:
         lock = (path / LOCK).open("w")
     except OSError as error:
@@ -81,36 +82,36 @@ def _alone(path: Path, patience: float = 0.0) -> Iterator[None]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() >= until:
+                if time.monotonic() >= deadline:
                     words = f"another process works in {path}: wait for its end, or choose another folder"
                     raise BadInput(words) from None
             time.sleep(0.1)
         yield
 
 
-def begin_anew(folder: str | os.PathLike, *, also: Sequence[str] = ()) -> None:
-    """Remove an earlier run, by the names of what a run makes (`also`: further ones); files of others stay.
+def delete_run(folder: str | os.PathLike, *, extra_files: Sequence[str] = ()) -> None:
+    """Delete the files that a run makes, by their names, and those named `extra_files`; all other files stay.
 
-    A folder that holds no run, or in which somebody works, stays as it is.
+    A folder that holds no run, or in which another process works, stays as it is.
     """
     path = Path(folder)
     if not path.exists() or not any(path.iterdir()):
         return
     if not any((path / mark).exists() for mark in (RUN, LOCK, EXAMPLES, f"{START}/{NOTE}", f".{START}")):
-        raise BadInput(f"{path} holds no run that could be begun again: choose another folder, or empty it yourself")
-    with _alone(path):
-        if not (path / RUN).exists():  # killed before it began, so that what has the name of metrics isn't its own
+        raise BadInput(f"{path} holds no run that could be started again: choose another folder, or empty it yourself")
+    with _locked(path):
+        if not (path / RUN).exists():  # killed before its start, so files with the names of metrics aren't its own
             remove_made(path, BEFORE)
             return
-        remove_made(path, (*MADE, *also))
-        (path / RUN).unlink()  # last, so that what is killed before can be called again
+        remove_made(path, (*MADE, *extra_files))
+        (path / RUN).unlink()  # last, so that a deletion that is killed can be called again
 
 
-def check_free(folder: Path, also: Sequence[str] = ()) -> None:
-    """Raise `BadInput` where a first run in a folder would overwrite files of others."""
+def check_free(folder: Path, extra_files: Sequence[str] = ()) -> None:
+    """Raise `BadInput` if the first run in a folder would overwrite files that are not a run's."""
     if (folder / RUN).exists() or any(find_made(folder, CHECKPOINTS)):
         return
-    foreign = next(find_made(folder, (*OVERWRITTEN, *also)), None)
+    foreign = next(find_made(folder, (*OVERWRITTEN, *extra_files)), None)
     if foreign is not None:
         raise BadInput(
             f"{folder} holds {foreign.relative_to(folder)} and no {RUN}, and a run there would overwrite it: choose "
@@ -118,26 +119,26 @@ def check_free(folder: Path, also: Sequence[str] = ()) -> None:
         )
 
 
-def check_own(folder: Path, recipe: str, settings: Mapping[str, Any], *, may_differ: Sequence[str] = ()) -> None:
-    """Raise `BadInput` where the folder holds another run or files in its way, before anything is written there."""
+def check_same_run(folder: Path, recipe: str, settings: Mapping[str, JSON], *, may_change: Sequence[str] = ()) -> None:
+    """Raise `BadInput` if the folder holds another run, or files in the way; nothing is written."""
     check_free(folder)
     if (folder / RUN).exists():
-        check_same(folder, read_run(folder), identity(recipe, settings), may_differ=may_differ)
+        check_same(folder, read_run(folder), identity(recipe, settings), may_change=may_change)
 
 
-def check_run(folder: Path, recipe: str, settings: Mapping[str, Any], *, may_differ: Sequence[str] = ()) -> None:
-    """Write `run.json` where there is none; otherwise raise `BadInput` where it tells of another run."""
-    path, here = folder / RUN, identity(recipe, settings)
+def check_run(folder: Path, recipe: str, settings: Mapping[str, JSON], *, may_change: Sequence[str] = ()) -> None:
+    """Write `run.json`; raise `BadInput` if there is one of another run."""
+    path, current = folder / RUN, identity(recipe, settings)
     if path.exists():
-        there = read_run(folder)
-        check_same(folder, there, here, may_differ=may_differ)
-        if there == here:
+        saved = read_run(folder)
+        check_same(folder, saved, current, may_change=may_change)
+        if saved == current:
             return
-    write_whole(path, json.dumps(here, indent=1) + "\n")
+    write_atomic(path, json.dumps(current, indent=1) + "\n")
 
 
-def identity(recipe: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect what a run's bits depend on, as JSON holds it: recipe, settings, machine; every number is finite."""
+def identity(recipe: str, settings: Mapping[str, JSON]) -> dict[str, JSON]:
+    """What the bits of a run depend on: recipe, settings, machine; every number must be finite."""
     for name, value in settings.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise BadInput(f"{name} is {value}: give a finite number")
@@ -145,13 +146,15 @@ def identity(recipe: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_same(
-    path: Path, there: Mapping[str, Any], here: Mapping[str, Any], *, may_differ: Sequence[str] = ()
+    path: Path, saved: Mapping[str, JSON], current: Mapping[str, JSON], *, may_change: Sequence[str] = ()
 ) -> None:
-    """Raise `BadInput` where two identities differ; `there` is that of what lies at `path`."""
-    if there.get("recipe") != here["recipe"]:
-        raise BadInput(f"{path} holds a run of {there.get('recipe')}, not of {here['recipe']}: choose another folder")
-    chosen, found = (differing(there.get(part, {}), here[part], may_differ) for part in ("settings", "machine"))
-    differences = list(dict.fromkeys([*chosen, *found]))  # both may know of the devices
+    """Raise `BadInput` if the identity saved at `path` is not the current one."""
+    if saved.get("recipe") != current["recipe"]:
+        raise BadInput(
+            f"{path} holds a run of {saved.get('recipe')}, not of {current['recipe']}: choose another folder"
+        )
+    by_part = (list_differences(saved.get(part, {}), current[part], may_change) for part in ("settings", "machine"))
+    differences = list(dict.fromkeys(words for part in by_part for words in part))  # both may name the devices
     if differences:
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         raise BadInput(
@@ -160,17 +163,23 @@ def check_same(
         )
 
 
-def differing(there: Mapping[str, Any], here: Mapping[str, Any], may_differ: Sequence[str] = ()) -> list[str]:
-    """List in words the differences between two mappings, but for `may_differ`: `seed: there 0, here 1`."""
-    nothing = object()
+def list_differences(
+    saved: Mapping[str, JSON], current: Mapping[str, JSON], may_change: Sequence[str] = ()
+) -> list[str]:
+    """The differences between two mappings, but for `may_change`, in words: `seed: there 0, here 1`."""
+    missing = object()
+
+    def show(settings: Mapping[str, JSON], name: str) -> str:
+        return json.dumps(settings[name]) if name in settings else "nothing"
+
     return [
-        f"{name}: there {_shown(there, name)}, here {_shown(here, name)}"
-        for name in {**there, **here}
-        if name not in may_differ and there.get(name, nothing) != here.get(name, nothing)
+        f"{name}: there {show(saved, name)}, here {show(current, name)}"
+        for name in {**saved, **current}
+        if name not in may_change and saved.get(name, missing) != current.get(name, missing)
     ]
 
 
-def machine() -> dict[str, Any]:
+def machine() -> dict[str, JSON]:
     """The software and hardware that the bits of a run depend on; starts JAX's backend."""
     import flowgrpo
 
@@ -178,7 +187,7 @@ def machine() -> dict[str, Any]:
     kind = (
         device.device_kind
         if device.platform != "cpu"
-        else f"{platform.machine()} {launch.processor().get('model name', platform.processor())}"
+        else f"{platform.machine()} {launch.cpu_info().get('model name', platform.processor())}"
     )
     return {
         "flowgrpo": flowgrpo.__version__,
@@ -192,26 +201,26 @@ def machine() -> dict[str, Any]:
     }
 
 
-def read_run(folder: str | os.PathLike) -> dict[str, Any]:
-    """Load from `run.json` the `recipe` and `settings` that a run was last started with, and the `machine`."""
+def read_run(folder: str | os.PathLike) -> dict[str, JSON]:
+    """The `recipe`, `settings` and `machine` with which a run was last started, from `run.json`."""
     path = Path(folder) / RUN
     if not path.exists():
         raise BadInput(f"{folder} holds no run: {RUN} is missing; give the folder of one")
     return check_identity(read_json(path, "restore it, or choose another folder"), path)
 
 
-def check_identity(there: Any, path: Path) -> dict[str, Any]:
-    """The recipe, settings and machine that a file tells of; `BadInput` where it is no record of a run."""
-    parts = {name: there.get(name) if isinstance(there, dict) else None for name in ("settings", "machine")}
-    for name, part in parts.items():
-        if not isinstance(part, dict):
+def check_identity(identity: JSON, path: Path) -> dict[str, JSON]:
+    """The identity that was read at `path`, settings under their current names; `BadInput` if it is none."""
+    record = identity if isinstance(identity, dict) else {}
+    for name in ("settings", "machine"):
+        if not isinstance(record.get(name), dict):
             raise BadInput(
                 f"{path} is no record of a run, since it has no {name!r}: restore it, or choose another folder"
             )
-    if not isinstance(there.get("recipe"), str):
+    if not isinstance(record.get("recipe"), str):
         raise BadInput(f"{path} names no recipe, so it was written by an earlier version: choose another folder")
-    return {"recipe": there["recipe"], **parts}
-
-
-def _shown(settings: Mapping[str, Any], name: str) -> str:
-    return json.dumps(settings[name]) if name in settings else "nothing"
+    return {
+        "recipe": record["recipe"],
+        "settings": current_names(record["settings"], SETTINGS),
+        "machine": record["machine"],
+    }

@@ -1,7 +1,7 @@
-"""Names of all that a run writes in its folder, so that nothing else there is ever removed or overwritten.
+"""Names of all files that a run writes in its folder, so that no other file there is ever deleted or overwritten.
 
-A folder that is full of other things may hold a run, such as `--workdir=.` of a project: files have the names below or
-are somebody else's. What a link leads to is somebody else's, too; a link with one of these names is removed as a link.
+A run may be in a folder with other files, such as `--workdir=.` of a project: only files with the names below are its
+own. The target of a link is never its own; a link with one of these names is deleted as a link.
 """
 
 import shutil
@@ -16,17 +16,17 @@ from flowgrpo.report.plots import CURVES
 from flowgrpo.report.sinks import SENT, TENSORBOARD
 from flowgrpo.types import BadInput
 
-RUN = "run.json"  # there from the start of a run on
-START, NOTE = "start", "made_with.json"  # the model that a run made to begin with, and the settings that it depends on
+RUN = "run.json"  # written when a run starts
+START, NOTE = "start", "made_with.json"  # folder of the model that a run made to start from, and its settings
 RESULT = "result.json"
-EXAMPLES = "worked_examples.json"  # of a planner's prompt, as the tools answered when the run began
+EXAMPLES = "worked_examples.json"  # of a planner's prompt, with the answers of the tools when the run started
 
-# Patterns, from the folder of the run on; what ends in a slash is a folder of Orbax and is removed whole.
+# Patterns below the folder of the run; one that ends in a slash is a folder of Orbax, and is deleted whole.
 _STEP = "[0-9]" * 8
 _FILES = (METRICS, TIMINGS, WARNINGS, RESULT, SENT, CURVES, "curves.svg", "trajectories.html")
 OVERWRITTEN = (  # by a new run
     *_FILES,
-    *(f".{name}-{'[0-9a-f]' * 8}" for name in (*_FILES, RUN)),  # what a killed process had not put into its place
+    *(f".{name}-{'[0-9a-f]' * 8}" for name in (*_FILES, RUN)),  # temporary files of a killed process
     *(
         "trajectories/[0-9]*.jsonl",
         "trajectories/test-*.jsonl",
@@ -46,19 +46,19 @@ BEFORE = (  # made before there is a run.json
     *(f"{place}/{name}" for place in (START, f".{START}", f".{START}-whole") for name in (*MODEL_FILES, NOTE)),
 )
 MADE = (*OVERWRITTEN, *CHECKPOINTS, *BEFORE, "events.jsonl", f"{TENSORBOARD}/*/events.out.tfevents.*.flowgrpo")
-EMPTY = ("journal", "offload", "warm_start/checkpoints", "warm_start")  # folders that are empty now and then
+EMPTY = ("journal", "offload", "warm_start/checkpoints", "warm_start")  # folders that may be empty
 
 
 def find_made(folder: Path, patterns: Sequence[str] = MADE) -> Iterator[Path]:
-    """What lies in a folder under the names that a run gives, and no link's target."""
+    """Paths in a folder that match the patterns; links are not followed."""
     for pattern in patterns:
         if pattern.startswith(f"{START}/") and not (folder / START / NOTE).exists():
-            continue  # a model of somebody else's
+            continue  # a model that no run made
         yield from _match(folder, pattern.split("/"))
 
 
-def _match(place: Path, names: Sequence[str]) -> Iterator[Path]:
-    for path in sorted(place.glob(names[0])):
+def _match(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    for path in sorted(folder.glob(names[0])):
         is_folder = path.is_dir()
         if len(names) == 1 or names[1:] == [""]:
             if path.is_symlink() or is_folder == (len(names) == 2):
@@ -70,8 +70,8 @@ def _match(place: Path, names: Sequence[str]) -> Iterator[Path]:
 
 
 def remove_made(folder: Path, patterns: Sequence[str] = MADE) -> None:
-    """Remove what a run made, and the folders that this leaves empty; all else stays."""
-    places = {folder / place for place in EMPTY}
+    """Delete the files that a run made, and the folders that this leaves empty."""
+    parents = {folder / name for name in EMPTY}
     for path in list(find_made(folder, patterns)):
         try:
             if path.is_dir() and not path.is_symlink():
@@ -80,7 +80,7 @@ def remove_made(folder: Path, patterns: Sequence[str] = MADE) -> None:
                 path.unlink(missing_ok=True)
         except OSError as error:
             raise BadInput(f"{path} can't be removed ({error.strerror}): remove it, or choose another folder") from None
-        places |= set(path.parents) - {folder, *folder.parents}
-    for place in sorted(places, key=lambda place: len(place.parts), reverse=True):
-        with suppress(OSError):  # it is not empty, not there, or a link
-            place.rmdir()
+        parents |= set(path.parents) - {folder, *folder.parents}
+    for parent in sorted(parents, key=lambda parent: len(parent.parts), reverse=True):
+        with suppress(OSError):  # it is not empty, does not exist, or is a link
+            parent.rmdir()

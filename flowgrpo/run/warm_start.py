@@ -1,9 +1,9 @@
-"""Imitation before reinforcement: steps until the validation loss falls no more, with checkpoints of its own.
+"""Imitation before reinforcement: steps until the validation loss stops falling, with checkpoints of its own.
 
-    params = warm_start(WarmStart(state, step, batches, validate, steps=400), folder, tell)
+    params = warm_start(WarmStart(state, step, batches, validate, steps=400), folder, on_validation)
 
-A process that is killed goes on from the last validation, to the same bits. `finish_warm_start(folder)` removes the
-checkpoints, when what follows has saved one of its own.
+A process that is killed resumes from the last validation, bit for bit. `finish_warm_start(folder)` deletes the
+checkpoints, once the reinforcement has saved one.
 """
 
 import shutil
@@ -15,114 +15,112 @@ from typing import Any, NamedTuple
 import numpy as np
 import optax
 
-from flowgrpo.contracts import Params
 from flowgrpo.learner.state import LearnerState, init_learner
-from flowgrpo.models.trainable import WHOLE, Trained
+from flowgrpo.models.trainable import ALL_PARAMS, TrainableSubset
 from flowgrpo.run.checkpoints import Checkpoints
-from flowgrpo.run.time_budget import ENDLESS, TimeBudget
-from flowgrpo.types import BadInput, Batch
+from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
+from flowgrpo.types import BadInput, Batch, Params
 
-WARM = "warm_start"  # the folder of its checkpoints, in that of the run
+WARM = "warm_start"  # subfolder of the run, with the checkpoints
 
 
 class WarmStart(NamedTuple):
-    """An imitation: where it begins, how it steps, and when it ends."""
+    """An imitation phase: where it starts, its steps, and when it ends."""
 
-    state: LearnerState  # to begin with, where it belongs
-    step: Callable[[LearnerState, Batch], tuple[LearnerState, Any]]  # which must not donate the state
-    batches: Callable[[int], Iterable[Batch]]  # those from a step on
-    validate: Callable[[Params], Any]  # a loss
+    state: LearnerState  # before the first step, on its devices
+    step: Callable[[LearnerState, Batch], tuple[LearnerState, Any]]  # must not donate the state
+    batches: Callable[[int], Iterable[Batch]]  # the batches from this step on
+    validate: Callable[[Params], Any]  # -> loss
     steps: int  # at most
     every: int = 50  # steps between two validations
-    patience: int = 6  # validations that may bring nothing
-    trained: Trained = WHOLE  # the part that moves: what a checkpoint holds
+    patience: int = 6  # validations without a new lowest loss, after which it ends
+    trainable: TrainableSubset = ALL_PARAMS  # the parameters that are trained, and that a checkpoint stores
 
 
 def no_warm_start(params: Params) -> WarmStart:
-    """An imitation of no steps, for a run that begins with these parameters."""
+    """An imitation of no steps, for a run that starts from these parameters."""
     state = init_learner(params, optax.identity())
     return WarmStart(state, lambda state, _batch: (state, None), lambda _first: (), lambda _params: 0.0, steps=0)
 
 
-class Reached(NamedTuple):
-    """Point of an imitation at a validation."""
+class _Point(NamedTuple):
+    """An imitation at a validation; a checkpoint stores it under these names."""
 
-    count: int  # steps that were made
+    count: int  # number of steps done
     state: LearnerState
-    best: Params  # where the loss was lowest
-    losses: list[float]  # of every validation
-    position: Mapping[str, Any]  # in the files of metrics
+    best: Params  # at the lowest loss
+    losses: list[float]  # of all validations
+    position: Mapping[str, Any]  # end of the metrics files
 
 
 def warm_start(
     warm: WarmStart,
     folder: Path,
-    tell: Callable[[int, float], Any],
+    on_validation: Callable[[int, float], Any],
     position: Callable[[], Mapping[str, Any]] = dict,
-    budget: TimeBudget = ENDLESS,
+    budget: TimeBudget = UNLIMITED,
 ) -> Params:
-    """Return the parameters at the lowest validation loss; `tell(steps, loss)` hears of each validation.
+    """Imitate -> the parameters at the lowest validation loss.
 
-    `position` says where the files of metrics stand, which a checkpoint holds, too. The budget is looked at after each
-    validation.
+    Args:
+        folder: of the run.
+        on_validation: called with (steps, loss) at each validation.
+        position: end of the metrics files now, which a checkpoint stores too.
+        budget: is checked after each validation.
     """
     if not warm.steps:
         return warm.state.params
+
+    def is_over(losses: list[float]) -> bool:
+        if not np.isfinite(losses).all():
+            raise BadInput("the warm start's validation loss is not finite: lower --warm_rate")
+        return len(losses) - 1 - int(np.argmin(losses)) >= warm.patience
+
     with Checkpoints(folder / WARM, keep=1, background=True) as checkpoints:
         latest = checkpoints.latest()
         if latest is not None:
-            template = {"count": ..., "losses": ..., "position": ..., **_part(warm.trained, warm.state)}
-            at = Reached(**checkpoints.restore(latest, template))
-            best = warm.trained.put(warm.state.params, at.best)
-            params = warm.trained.put(warm.state.params, at.state.params)
-            at = at._replace(state=at.state.replace(params=params), best=best)
+            template = {"count": ..., "losses": ..., "position": ..., **_trained_part(warm.trainable, warm.state)}
+            point = _Point(**checkpoints.restore(latest, template))
+            best = warm.trainable.merge(warm.state.params, point.best)
+            params = warm.trainable.merge(warm.state.params, point.state.params)
+            point = point._replace(state=point.state.replace(params=params), best=best)
         else:
             loss = float(warm.validate(warm.state.params))
-            tell(0, loss)
-            at = Reached(0, warm.state, warm.state.params, [loss], position())
-        _check(at.losses)
-        state = at.state
-        batches = () if _is_over(at, warm) else islice(warm.batches(at.count), warm.steps - at.count)
-        for count, batch in enumerate(batches, at.count + 1):
+            on_validation(0, loss)
+            point = _Point(0, warm.state, warm.state.params, [loss], position())
+        state = point.state
+        batches = () if is_over(point.losses) else islice(warm.batches(point.count), warm.steps - point.count)
+        for count, batch in enumerate(batches, point.count + 1):
             state, _ = warm.step(state, batch)
             if count % warm.every:
                 continue
             loss = float(warm.validate(state.params))
-            tell(count, loss)
-            losses = [*at.losses, loss]
-            _check(losses)
-            at = Reached(count, state, state.params if loss == min(losses) else at.best, losses, position())
-            saved = {"count": count, "losses": losses, "position": dict(at.position)}
-            checkpoints.save(count, {**saved, **_part(warm.trained, state, at.best)})
-            if _is_over(at, warm):
+            on_validation(count, loss)
+            losses = [*point.losses, loss]
+            ends = is_over(losses)
+            best = state.params if loss == min(losses) else point.best
+            point = _Point(count, state, best, losses, position())
+            saved = {"count": count, "losses": losses, "position": dict(point.position)}
+            checkpoints.save(count, {**saved, **_trained_part(warm.trainable, state, best)})
+            if ends:
                 break
             budget.check()
-    return at.best
+    return point.best
 
 
-def _part(trained: Trained, state: LearnerState, best: Params | None = None) -> dict[str, Any]:
-    """What a checkpoint holds of a state, and of the best parameters; those of the state by default."""
+def _trained_part(trainable: TrainableSubset, state: LearnerState, best: Params = None) -> dict[str, Any]:
+    """What a checkpoint stores of a state, and of the best parameters, by default those of the state."""
     best = state.params if best is None else best
-    return {"state": state.replace(params=trained.take(state.params)), "best": trained.take(best)}
+    return {"state": state.replace(params=trainable.split(state.params)), "best": trainable.split(best)}
 
 
 def saved_position(folder: Path) -> Mapping[str, Any] | None:
-    """Read where the files of metrics stood at the checkpoint that a warm start goes on from; None without one."""
+    """End of the metrics files at the checkpoint from which a warm start resumes; None without one."""
     checkpoints = Checkpoints(folder / WARM)
     latest = checkpoints.latest()
-    return None if latest is None else checkpoints.part(latest, "position")
+    return None if latest is None else checkpoints.restore_part(latest, "position")
 
 
 def finish_warm_start(folder: Path) -> None:
-    """Remove the checkpoints of a warm start, since the run has one of its own."""
+    """Delete the checkpoints of a warm start."""
     shutil.rmtree(folder / WARM, ignore_errors=True)
-
-
-def _is_over(at: Reached, warm: WarmStart) -> bool:
-    """Say whether the loss has fallen no more for as many validations as are tolerated."""
-    return len(at.losses) - 1 - int(np.argmin(at.losses)) >= warm.patience
-
-
-def _check(losses: list[float]) -> None:
-    if not np.isfinite(losses).all():
-        raise BadInput("the warm start's validation loss is not finite: lower --warm_rate")

@@ -1,4 +1,4 @@
-"""Messages between the pool, the zygote and its children: a dictionary in `marshal`, with open files beside it.
+"""Messages between the pool, the zygote and its children: a dictionary in `marshal`, with open files.
 
 Both ends are the same interpreter and trusted; no process that runs a program has an end of any channel.
 Standard library only: this runs in the zygote.
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _LENGTH = struct.Struct("=I")
-_MOST_FILES = 8
+_MAX_FILES = 8
 
 
 class Closed(Exception):
@@ -20,7 +20,7 @@ class Closed(Exception):
 
 
 def send(channel: socket.socket, message: Mapping[str, Any], files: Sequence[int] = ()) -> None:
-    """Send one message, and open files with its first byte."""
+    """Send one message, and the open files with its first byte."""
     data = marshal.dumps(dict(message))
     try:
         first = socket.send_fds(channel, [_LENGTH.pack(len(data))], files) if files else 0
@@ -30,7 +30,7 @@ def send(channel: socket.socket, message: Mapping[str, Any], files: Sequence[int
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next message, with the files that came with it; `Closed` where there will be none."""
+    """Receive the next message and its files; raises `Closed` if there will be none."""
     files: list[int] = []
     try:
         (length,) = _LENGTH.unpack(_exactly(channel, _LENGTH.size, files))
@@ -44,8 +44,8 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def _exactly(channel: socket.socket, size: int, files: list[int]) -> bytes:
     data = bytearray()
     while len(data) < size:
-        received, came, _, _ = socket.recv_fds(channel, size - len(data), _MOST_FILES)
-        files += came
+        received, received_files, _, _ = socket.recv_fds(channel, size - len(data), _MAX_FILES)
+        files += received_files
         if not received:
             raise Closed("end of stream")
         data += received

@@ -2,16 +2,16 @@
 
     zygote -> first process (process 1 of a pid namespace) -> program -> whatever it starts
 
-The first process waits, already isolated, until a request comes; makes the scratch folder, forks the program, buries
-orphans, and says how the program ended. When it ends, the kernel ends everything in its namespace. A program can't
-signal it (the kernel ignores signals to process 1 from inside), trace it, or speak in its name. It leads a session of
-its own, and so does the program: a process group may hold processes of several pid namespaces, and a signal to the
-group reaches them all.
+The first process waits, already isolated, until a request comes; it makes the scratch folder, forks the program, reaps
+orphans, and reports how the program ended. When it ends, the kernel ends everything in its namespace. A program can't
+signal it (the kernel ignores signals to process 1 from inside), trace it, or send messages in its name. It leads a
+session of its own, and so does the program: a process group may span several pid namespaces, and a signal to the group
+reaches them all.
 
-The program's process takes on its limits, gives up capabilities, binds itself to the system call filter, closes every
-descriptor but its three streams, and only then reads the first line of what it is to run. Where one of these steps
-fails, nothing is run. Everything after that line is the program's: Python-level tricks on what the zygote left
-in memory meet a process that has no rights.
+The program's process sets its limits, gives up capabilities, installs the system call filter, closes every descriptor
+but its three streams, and only then executes the first line of the program. If one of these steps fails, nothing is
+run. From that line on the process belongs to the program: tricks with Python objects that the zygote left in memory
+are of no use in a process that has no rights.
 
 Standard library only.
 """
@@ -36,42 +36,42 @@ from typing import Any, NoReturn
 
 from flowgrpo.sandbox import channel, isolation, seccomp, syscalls
 
-OUT_OF_MEMORY = signal.SIGUSR2  # by which a program's process says that MemoryError ended it
+OUT_OF_MEMORY = signal.SIGUSR2  # by which a program's process reports that MemoryError ended it
 OPEN_FILES = 256
-MOST_DESCRIPTORS = 4096  # far above any that the zygote holds
-_LONGEST_ERROR = 2000  # characters
-_kept: list[types.ModuleType] = []  # to free them would cost time: their memory is shared with the zygote
+MAX_DESCRIPTORS = 4096  # far above any descriptor of the zygote
+_MAX_ERROR = 2000  # characters
+_hidden: list[types.ModuleType] = []  # freeing them would cost time: their memory is shared with the zygote
 
 
-def first_process(own: socket.socket, proc: int | None, program_filter: seccomp.Filter | None) -> NoReturn:
+def first_process(zygote: socket.socket, proc: int | None, program_filter: seccomp.Filter | None) -> NoReturn:
     """Wait for one request and carry it out. Without isolation (`proc` is None), become the program's process."""
     try:
         os.setsid()  # first of all: kill(0) in a process of the zygote's group would end the zygote
         if proc is not None:
             syscalls.unshare(syscalls.CLONE_NEWNS)
-            syscalls.ask_for_short_turns()
-            _die_first(proc)
+            syscalls.request_short_slices()
+            _prefer_for_oom_kill(proc)
             os.close(proc)
-        request, files = channel.receive(own)
+        request, files = channel.receive(zygote)
         with open(files.pop(0), "rb") as stored:
             request |= marshal.loads(stored.read())
         if proc is None:
             os.chdir(request["scratch"])
             _write_files(request)
-            _program(request, files, None, lambda text: channel.send(own, {"how": "failed", "text": text}))
+            _program(request, files, None, lambda text: channel.send(zygote, {"how": "failed", "text": text}))
         _make_scratch(request)
-        channel.send(own, _run_isolated(request, files, program_filter))
+        channel.send(zygote, _run_isolated(request, files, program_filter))
     except channel.Closed:
-        pass  # the zygote is gone, or has no more use for this process
+        pass  # the zygote is gone, or does not need this process any more
     except Exception as error:
-        with contextlib.suppress(channel.Closed):  # nobody is left to be told
-            channel.send(own, {"how": "failed", "text": f"{type(error).__name__}: {error}"})
+        with contextlib.suppress(channel.Closed):  # nobody is left to receive it
+            channel.send(zygote, {"how": "failed", "text": f"{type(error).__name__}: {error}"})
     finally:
         os._exit(0)
 
 
 def _run_isolated(request: Mapping[str, Any], files: list[int], program_filter) -> dict[str, Any]:
-    """Fork the program, bury whatever ends, and return how the program did."""
+    """Fork the program and reap every child -> how the program ended."""
     ready, report = os.pipe()
     child = os.fork()
     if child == 0:
@@ -83,8 +83,8 @@ def _run_isolated(request: Mapping[str, Any], files: list[int], program_filter) 
             os._exit(1)
     for file in [*files, report]:
         os.close(file)
-    with open(ready, "rb") as trouble:
-        text = trouble.read().decode(errors="replace")
+    with open(ready, "rb") as errors:
+        text = errors.read().decode(errors="replace")
     if text:
         return {"how": "failed", "text": text}
     while True:
@@ -93,10 +93,10 @@ def _run_isolated(request: Mapping[str, Any], files: list[int], program_filter) 
             return {"how": "ended", "status": status}
 
 
-def _program(request, files: list[int], program_filter, complain: Callable[[str], Any]) -> NoReturn:
+def _program(request, files: list[int], program_filter, report: Callable[[str], Any]) -> NoReturn:
     """Become the process of the program: give up every right, then run it."""
     try:
-        streams = _take_streams(request, files)
+        num_streams = _take_streams(request, files)
         _reset_signals()
         os.umask(0o022)
         _limit(request)
@@ -106,9 +106,9 @@ def _program(request, files: list[int], program_filter, complain: Callable[[str]
             syscalls.drop_capabilities()
             seccomp.install(program_filter)
     except BaseException as error:
-        complain(f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
+        report(f"{type(error).__name__}: {error}"[:_MAX_ERROR])
         os._exit(1)
-    os.closerange(streams, MOST_DESCRIPTORS)
+    os.closerange(num_streams, MAX_DESCRIPTORS)
     gc.enable()
     if "function" in request:
         _call(request["function"], request["arguments"], 3)
@@ -116,25 +116,25 @@ def _program(request, files: list[int], program_filter, complain: Callable[[str]
 
 
 def _take_streams(request, files: list[int]) -> int:
-    """Put (stdin, stdout, stderr) at 0, 1, 2; for a call the result at 3. Return the first number that is free."""
+    """Move (stdin, stdout, stderr) to 0, 1, 2, and for a call the result to 3 -> number of streams."""
     null = os.open(os.devnull, os.O_RDWR)
-    wanted = [null, null, null, files[1]] if "function" in request else files
-    # First out of the way of 0 to 3, so that none is overwritten before it is moved.
-    parked = [fcntl.fcntl(file, fcntl.F_DUPFD, 10) for file in wanted]
+    streams = [null, null, null, files[1]] if "function" in request else files
+    # First away from 0 to 3, so that none is overwritten before it is moved.
+    parked = [fcntl.fcntl(file, fcntl.F_DUPFD, 10) for file in streams]
     for number, file in enumerate(parked):
         os.dup2(file, number)
     return len(parked)
 
 
 def _reset_signals() -> None:
-    """The dispositions that a fresh interpreter has."""
+    """Reset signal handlers to those of a fresh interpreter."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def _limit(request: Mapping[str, Any]) -> None:
-    """Resource limits, soft and hard; they hold for every descendant."""
+    """Set resource limits, soft and hard, for this process and every descendant."""
     limits = {
         "AS": request["address_space"],
         "CPU": request["cpu_seconds"],
@@ -158,17 +158,17 @@ def _limit(request: Mapping[str, Any]) -> None:
 # The first process ------------------------------------------------------------------------------------
 
 
-def _die_first(proc: int) -> None:
-    """Have the kernel kill this run rather than the zygote where memory runs out."""
-    own = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=proc)
-    os.write(own, b"1000")
-    os.close(own)
+def _prefer_for_oom_kill(proc: int) -> None:
+    """Have the kernel kill this run rather than the zygote if memory runs out."""
+    score = os.open("self/oom_score_adj", os.O_WRONLY, dir_fd=proc)
+    os.write(score, b"1000")
+    os.close(score)
 
 
 def _make_scratch(request: Mapping[str, Any]) -> None:
-    """A folder in memory with the files of the request, and room for the limit on files beside them."""
-    given = sum(-len(content) // 4096 * -4096 for content in request["files"].values())
-    options = f"size={request['file_bytes'] + given},nr_inodes=4096,mode=700"
+    """Mount a folder in memory, of the size of the request's files plus the limit on files, and write the files."""
+    file_bytes = sum(-len(content) // 4096 * -4096 for content in request["files"].values())
+    options = f"size={request['file_bytes'] + file_bytes},nr_inodes=4096,mode=700"
     flags = syscalls.MS_NOSUID | syscalls.MS_NODEV | syscalls.MS_NOEXEC
     syscalls.mount("tmpfs", isolation.SCRATCH, "tmpfs", flags, options)
     os.chdir(isolation.SCRATCH)
@@ -186,8 +186,8 @@ def _write_files(request: Mapping[str, Any]) -> None:
 # The program ------------------------------------------------------------------------------------------
 
 
-def _run(source: bytes, path: str, leave: Callable[[int], NoReturn] = os._exit) -> NoReturn:
-    """Run the source as `python __main__.py` would, to the exit code."""
+def _run(source: bytes, path: str, exit_process: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+    """Run the source as `python __main__.py` would, and exit with its code."""
     code = 1
     try:
         _fresh_main(path)
@@ -204,13 +204,13 @@ def _run(source: bytes, path: str, leave: Callable[[int], NoReturn] = os._exit) 
         if code == -OUT_OF_MEMORY:
             signal.signal(OUT_OF_MEMORY, signal.SIG_DFL)
             os.kill(os.getpid(), OUT_OF_MEMORY)
-        leave(code & 0xFF)
+        exit_process(code & 0xFF)
 
 
 def _fresh_main(path: str) -> None:
-    """An empty `__main__`, new streams, and nothing of the zygote's own in view."""
+    """Make an empty `__main__` and new streams, and hide the modules of the zygote."""
     for name in [name for name in sys.modules if name.split(".")[0] == "flowgrpo"]:
-        _kept.append(sys.modules.pop(name))
+        _hidden.append(sys.modules.pop(name))
     module = types.ModuleType("__main__")
     module.__file__ = path
     module.__dict__["__builtins__"] = __builtins__
@@ -224,7 +224,7 @@ def _fresh_main(path: str) -> None:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """As the interpreter does: None is 0, a number is itself, anything else is printed and is 1."""
+    """Exit code as in the interpreter: None is 0, a number is itself, anything else is printed and is 1."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
@@ -235,22 +235,22 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """The traceback, from the first line of the program on."""
+    """Print the traceback, from the first line of the program on."""
     with contextlib.suppress(BaseException):  # the program may have broken what is needed to show it
-        own = error.__traceback__.tb_next if error.__traceback__ else None
-        traceback.print_exception(type(error), error, own)
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, trace)
 
 
 def _finish() -> None:
-    """Wait for threads, call what was registered with atexit, and flush, as the interpreter does when it ends."""
+    """Wait for threads, call the functions registered with atexit, and flush, as the interpreter does at exit."""
     join_threads = getattr(threading, "_shutdown")  # noqa: B009 - no public name
-    for last in (join_threads, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
+    for step in (join_threads, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
         with contextlib.suppress(Exception):  # a closed stream, or a failing handler: the exit code stays
-            last()
+            step()
 
 
 def _call(function: str, arguments: str, result: int) -> NoReturn:
-    """Call the trusted function, and write what it returned or raised as JSON."""
+    """Call the trusted function, and write its value or exception as JSON."""
     try:
         try:
             module, name = function.split(":")
@@ -266,6 +266,6 @@ def _call(function: str, arguments: str, result: int) -> NoReturn:
 
 def _message(error: BaseException) -> str:
     try:
-        return str(error)[:_LONGEST_ERROR] or "no message"
-    except Exception:  # an exception of foreign code may fail even at this
+        return str(error)[:_MAX_ERROR] or "no message"
+    except Exception:  # an exception of foreign code may fail even here
         return "its message can't be shown"

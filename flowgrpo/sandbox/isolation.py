@@ -1,17 +1,17 @@
-"""A process of its own world: namespaces, a private read-only root, a user without rights. Runs in the zygote.
+"""Isolate a process: namespaces, a private read-only root, a user without rights. Runs in the zygote.
 
     root:  mount namespace -> private root -> a new user -> user, pid, network, ipc, uts namespaces and mounts again
     user:  user, pid, network, ipc, uts and mount namespaces -> private root
 
-The order matters. Root has to give up being root before any limit is set, because the limit of processes does not bind
-root; but only root can read an interpreter that lies below /root, so the root of the sandbox is built first. From then
-on both are the same: inside, the user is 65534, and outside an unprivileged user whose rights end at these namespaces.
-Root takes another user for each worker, so that workers share none of what the kernel counts for a user (pages of
-pipes, descriptors on their way through sockets); an ordinary user has no other to take.
+The order matters. Root must give up being root before any limit is set, because the limit of processes does not bind
+root; but only root can read an interpreter below /root, so the root of the sandbox is built first. From then on both
+are the same: inside, the user is 65534, and outside an unprivileged user whose rights end at these namespaces.
+Root gives each worker a user of its own, so that workers share none of the kernel's user quotas (pages of pipes,
+descriptors on their way through sockets); an ordinary user can't.
 
-The private root is a tmpfs with read-only binds of what `visible` names, five device files that give nothing away
+The private root is a tmpfs with read-only binds of the `visible` paths, five device files that reveal nothing
 (null, zero, full, random, urandom), and the mount point of the scratch folder. There is no /proc, no /sys and no /etc:
-Python needs none of them, and each tells about the host. The old root is taken away, not hidden.
+Python needs none of them, and each reveals something about the host. The old root is unmounted, not hidden.
 
 Standard library only.
 """
@@ -23,44 +23,44 @@ import sys
 
 from flowgrpo.sandbox import syscalls
 
-FLAGS = ("-I", "-S", "-X", "utf8")  # of an interpreter that takes nothing from its surroundings
+FLAGS = ("-I", "-S", "-X", "utf8")  # of an interpreter that reads nothing from its environment
 SCRATCH = "/scratch"
 NOBODY = 65534
-FIRST_USER = 7 << 28  # no system gives numbers from here to 2**31 to users
+FIRST_USER = 7 << 28  # no system assigns user ids from here to 2**31
 DEVICES = ("null", "zero", "full", "random", "urandom")
 LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH}  # programs and the C library know these names
 
 
 def interpreter_paths() -> list[str]:
-    """List the paths of this interpreter, its standard library, its shared libraries and those of the system."""
+    """Paths of this interpreter, its standard library, its shared libraries and those of the system."""
     libraries = ["/lib", "/lib64", "/usr/lib", "/usr/lib64"]
-    own = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
+    base = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
     standard = [path for path in sys.path if os.path.isdir(path)]
-    paths = [path for path in [*libraries, *own, *standard, sys.executable] if os.path.exists(path)]
+    paths = [path for path in [*libraries, *base, *standard, sys.executable] if os.path.exists(path)]
     return paths + _loaded_elsewhere([os.path.realpath(path) + "/" for path in paths])
 
 
 def _loaded_elsewhere(folders: list[str]) -> list[str]:
-    """List the shared libraries that this process has loaded from none of `folders`, by each name in their own."""
+    """Shared libraries that this process has loaded from outside `folders`, by every name in their folder."""
     with open("/proc/self/maps") as maps:
         loaded = {line.split(maxsplit=5)[-1].rstrip() for line in maps if ".so" in line}
     loaded = {path for path in loaded if path.startswith("/") and not path.startswith(tuple(folders))}
-    places = {os.path.dirname(path) for path in loaded}
-    near = [os.path.join(place, name) for place in sorted(places) for name in os.listdir(place)]
-    return [path for path in near if os.path.realpath(path) in loaded]
+    parents = {os.path.dirname(path) for path in loaded}
+    siblings = [os.path.join(parent, name) for parent in sorted(parents) for name in os.listdir(parent)]
+    return [path for path in siblings if os.path.realpath(path) in loaded]
 
 
 def package_folders(paths: list[str]) -> list[str]:
-    """The folders of installed packages below `paths`: no part of the interpreter."""
+    """Folders of installed packages below `paths`, which are no part of the interpreter."""
     names = ("site-packages", "dist-packages")
-    found = {folder for path in paths for name in names for folder in glob.glob(f"{path}/python*/{name}")}
-    return sorted(found | {folder for path in paths for name in names for folder in glob.glob(f"{path}/{name}")})
+    versioned = {folder for path in paths for name in names for folder in glob.glob(f"{path}/python*/{name}")}
+    return sorted(versioned | {folder for path in paths for name in names for folder in glob.glob(f"{path}/{name}")})
 
 
 def isolate(visible: list[str], hidden: list[str], proc: int) -> None:
-    """Move this process into its own world; its next child is the first of a new pid namespace.
+    """Isolate this process; its next child is the first one of a new pid namespace.
 
-    `proc` is a descriptor of /proc, which is out of reach by name afterwards.
+    `proc` is a descriptor of /proc, which can't be opened by name afterwards.
     """
     if os.geteuid() == 0:
         syscalls.unshare(syscalls.CLONE_NEWNS)
@@ -77,7 +77,7 @@ def isolate(visible: list[str], hidden: list[str], proc: int) -> None:
 
 
 def _become_own_user() -> None:
-    """Become one of 2**28 users, drawn for this worker; nobody where none of them is mapped (a rootless container)."""
+    """Become one of 2**28 users, drawn for this worker; nobody if none of them is mapped (a rootless container)."""
     user = FIRST_USER + int.from_bytes(os.urandom(4)) % (1 << 28)
     try:
         os.setresuid(user, user, user)
@@ -86,7 +86,7 @@ def _become_own_user() -> None:
 
 
 def _new_namespaces(proc: int) -> None:
-    """New namespaces, in which this user is called 65534."""
+    """Enter new namespaces, in which this user is called 65534."""
     user, group = os.geteuid(), os.getegid()
     syscalls.unshare(syscalls.NAMESPACES)
     _write_at(proc, "self/setgroups", "deny")
@@ -96,7 +96,7 @@ def _new_namespaces(proc: int) -> None:
 
 
 def _build_root(visible: list[str], hidden: list[str]) -> None:
-    """Exchange the root of this mount namespace for one that holds only what is visible."""
+    """Replace the root of this mount namespace by one that has only the visible paths."""
     real = [(path, os.path.realpath(path)) for path in dict.fromkeys(visible)]
     syscalls.mount("", "/", flags=syscalls.MS_REC | syscalls.MS_PRIVATE)
     syscalls.mount("tmpfs", "/tmp", "tmpfs", syscalls.MS_NOSUID | syscalls.MS_NODEV, "size=1m,mode=755")
@@ -123,7 +123,7 @@ def _build_root(visible: list[str], hidden: list[str]) -> None:
 
 
 def _bind(path: str, attributes: int) -> None:
-    """Show what lies at `path` of the old root at the same path of the new one."""
+    """Bind `path` of the old root to the same path of the new one."""
     source = "/old" + path
     if stat.S_ISDIR(os.stat(source).st_mode):
         os.makedirs(path)

@@ -1,4 +1,4 @@
-"""Limits, outcome and isolation of a run: the values that the sandbox takes and gives."""
+"""Limits, result and isolation of a run: the values that the sandbox takes and returns."""
 
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -8,13 +8,13 @@ from flowgrpo.types import check_range
 
 @dataclass(frozen=True)
 class Limits:
-    """Resources that one run may use. Memory is beyond what a bare interpreter takes, and counts for each process of a
-    run; for all of them together where `Isolation.memory` says so."""
+    """Resources that one run may use. Memory comes on top of what a bare interpreter uses, and is bounded for each
+    process of a run, or for all of them together if `Isolation.memory` says so."""
 
     seconds: float = 5.0  # wall clock; each process may also use that much CPU, and a second or two more
     memory: int = 512 << 20
     processes: int = 32  # threads count, too
-    file_bytes: int = 16 << 20  # in the scratch folder altogether, beside the files it was given; and in each file
+    file_bytes: int = 16 << 20  # of each file, and of the scratch folder besides the files it was given
     output_bytes: int = 64 << 10  # of stdout and stderr together
 
     def __post_init__(self):
@@ -22,13 +22,13 @@ class Limits:
             check_range("Limits", item.name, getattr(self, item.name), 0.0, exclusive=True)
 
 
-class Ran(NamedTuple):
-    """How a program ended, and what it wrote. `code` is negative where a signal ended it, None where we did.
+class RunResult(NamedTuple):
+    """How a program ended, and what it wrote. `code` is negative if a signal ended it, and None if the sandbox did.
 
-    A program with which its whole worker went down has ended by signal 9.
+    A program whose whole worker went down with it has ended by signal 9.
     """
 
-    ended: str  # "exited", "timeout", "memory", "output" or "signal"
+    ending: str  # "exited", "timeout", "memory", "output" or "signal"
     code: int | None
     stdout: str
     stderr: str
@@ -37,12 +37,12 @@ class Ran(NamedTuple):
 
 @dataclass(frozen=True)
 class Isolation:
-    """Measures that keep a program from the host; `str` describes them in words."""
+    """Measures that separate a program from the host; `str` describes them."""
 
-    active: bool  # everything that `str` lists; else nothing but deadlines and the limits of a process
-    user: str = ""  # whose rights a program has outside, which is none inside
-    memory: str = ""  # what bounds the memory of all processes of a run together; "" where only each is bounded
-    reason: str = ""  # why nothing is active
+    active: bool  # whether everything that `str` lists holds; else only deadlines and the limits of a process do
+    user: str = ""  # whose rights a program has outside; inside it has none
+    memory: str = ""  # what bounds the memory of all processes of a run together; "" if only each is bounded
+    reason: str = ""  # why the isolation is not active
 
     def __str__(self) -> str:
         if not self.active:
@@ -55,9 +55,9 @@ class Isolation:
 
 
 class SandboxFailure(RuntimeError):
-    """The sandbox itself failed, through no fault of what it ran: no verdict follows from it (F5).
+    """The sandbox itself failed, through no fault of what it ran: no reward follows from it (F5).
 
-    A worker that is lost with a run is none as long as an empty program comes through a new one.
+    A worker that is lost with a run is no such failure as long as a new worker can run an empty program.
     """
 
 

@@ -1,4 +1,4 @@
-"""The pool: programs and calls flow in from any thread, and each comes back as a value within its deadline."""
+"""`Sandbox`: run programs and calls from any thread, each within its deadline."""
 
 import json
 import os
@@ -10,20 +10,20 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from flowgrpo.sandbox.child import OUT_OF_MEMORY
-from flowgrpo.sandbox.limits import CallFailed, Isolation, Limits, Ran, SandboxFailure
+from flowgrpo.sandbox.limits import CallFailed, Isolation, Limits, RunResult, SandboxFailure
 from flowgrpo.sandbox.worker import RequestEnd, Worker
 from flowgrpo.types import BadInput
 
-RESULT_BYTES = 16 << 20  # of what a call returns, as JSON
+RESULT_BYTES = 16 << 20  # of the value that a call returns, as JSON
 DEFAULT = Limits()
-MAIN = "__main__.py"  # the program, in its scratch folder
+MAIN = "__main__.py"  # file name of the program in its scratch folder
 
 
 class Sandbox:
-    """Runs what nobody trusts. Thread-safe; `workers` requests at once, and further callers wait.
+    """Runs untrusted code. Thread-safe; at most `workers` requests run at once, and further callers wait.
 
-    Processes start when they are needed. `preload` names modules for `call`, imported once; `run` never sees them:
-    its workers are bare interpreters.
+    Processes start when they are needed. `preload` has the names of modules for `call`, which are imported once; `run`
+    never sees them: its workers are bare interpreters.
     """
 
     def __init__(
@@ -38,8 +38,10 @@ class Sandbox:
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, ...], list[Worker]] = {(): [], self.preload: []}
         self._isolation: Isolation | None = None
-        self._closed = False
-        self._end = weakref.finalize(self, _close_all, self._idle)  # a forgotten sandbox leaves no process behind
+        self._is_closed = False
+        self._close_workers = weakref.finalize(
+            self, _close_all, self._idle
+        )  # a forgotten sandbox leaves no process behind
 
     def __enter__(self) -> "Sandbox":
         return self
@@ -48,14 +50,14 @@ class Sandbox:
         self.close()
 
     def close(self) -> None:
-        """End all workers; one that is busy ends after its request."""
+        """Close all workers; a busy one closes after its request."""
         with self._lock:
-            self._closed = True
-        self._end()
+            self._is_closed = True
+        self._close_workers()
 
     @property
     def isolation(self) -> Isolation:
-        """Isolation that is active; the first access starts a worker to find out."""
+        """The isolation of this host; the first access starts a worker to find out."""
         if self._isolation is None:
             with self._slots:
                 self._put((), self._take(()))
@@ -64,8 +66,8 @@ class Sandbox:
 
     def run(
         self, program: str, *, stdin: str = "", files: Mapping[str, str | bytes] = {}, limits: Limits | None = None
-    ) -> Ran:
-        """Run Python source as `__main__`, with `files` (relative path: content) in its folder, to its end."""
+    ) -> RunResult:
+        """Run Python source as `__main__` to its end, with `files` (relative path: content) in its folder."""
         limits = limits or self.limits
         if not (self.unsafe or self.isolation.active):
             raise BadInput(
@@ -74,12 +76,12 @@ class Sandbox:
             )
         source = _bytes(program)
         request = {"program": source, "files": {**_check_files(files), MAIN: source}}
-        return _ran(self._exchange((), request, limits, _bytes(stdin)))
+        return _run_result(self._exchange((), request, limits, _bytes(stdin)))
 
     def call(self, function: str, *arguments: Any, seconds: float = 5.0) -> Any:
-        """`function` ("module:name" of a preloaded module) of the arguments, in a process that dies at the deadline.
+        """Call `function` ("module:name" of a preloaded module) in a process that is killed at the deadline.
 
-        Arguments and result travel as JSON. `TimeoutError` past the deadline, `CallFailed` where it raised or died.
+        Arguments and result are JSON. Raises `TimeoutError` at the deadline, and `CallFailed` if it raised or died.
         """
         module, _, name = function.partition(":")
         if not name or module not in self.preload:
@@ -91,12 +93,12 @@ class Sandbox:
             raise BadInput(f"Sandbox.call: the arguments of {function} can't be written as JSON: {error}") from error
         limits = Limits(seconds, self.limits.memory, self.limits.processes, self.limits.file_bytes, RESULT_BYTES)
         answer = self._exchange(self.preload, {"function": function, "arguments": text, "files": {}}, limits, b"")
-        return _returned(function, answer, seconds)
+        return _call_result(function, answer, seconds)
 
     # Workers ------------------------------------------------------------------------------------------
 
     def _exchange(self, kind: tuple[str, ...], request: Mapping[str, Any], limits: Limits, stdin: bytes) -> RequestEnd:
-        """Have a worker carry out the request. Only the request that a worker was lost with fails."""
+        """Have a worker carry out the request. If a worker is lost, only its own request fails."""
         with self._slots:
             worker = self._take(kind)
             try:
@@ -109,9 +111,9 @@ class Sandbox:
         return answer
 
     def _try_another(self, kind: tuple[str, ...]) -> None:
-        """Start a worker in place of one that was lost; `SandboxFailure` where an empty program fails there, too.
+        """Start a worker in place of one that was lost; `SandboxFailure` if an empty program fails there, too.
 
-        So a request that ends its worker is to blame, and gains nothing; the host is, where nothing runs any more.
+        A new worker that works shows that the request was to blame; one that does not, that the host is.
         """
         try:
             self._put(kind, self._start(kind))
@@ -121,22 +123,22 @@ class Sandbox:
             ) from error
 
     def _take(self, kind: tuple[str, ...]) -> Worker:
-        """A worker that waits, or a new one."""
+        """An idle worker, or a new one."""
         while True:
             with self._lock:
-                if self._closed:
+                if self._is_closed:
                     raise BadInput("Sandbox: it is closed; make another")
                 idle = self._idle[kind]
                 worker = idle.pop() if idle else None
             if worker is None:
                 return self._start(kind)
-            if worker.alive():
+            if worker.is_alive():
                 return worker
             worker.close()
 
     def _put(self, kind: tuple[str, ...], worker: Worker) -> None:
         with self._lock:
-            if not (self._closed or worker.lost):
+            if not (self._is_closed or worker.lost):
                 self._idle[kind].append(worker)
                 return
         worker.close()
@@ -149,7 +151,7 @@ class Sandbox:
                 _try_out(worker)
             except SandboxFailure as error:
                 if self._isolation is not None:
-                    raise  # it worked before: this is a failure, and no reason to go on without
+                    raise  # it worked before: a failure, and no reason to continue without isolation
                 self._isolation = Isolation(active=False, reason=str(error))
             else:
                 self._isolation = _describe(worker)
@@ -159,14 +161,14 @@ class Sandbox:
         return worker
 
 
-def _close_all(waiting: Mapping[tuple[str, ...], list[Worker]]) -> None:
-    for workers in waiting.values():
+def _close_all(idle: Mapping[tuple[str, ...], list[Worker]]) -> None:
+    for workers in idle.values():
         while workers:
             workers.pop().close()
 
 
 def _try_out(worker: Worker) -> None:
-    """Carry an empty program through every step of a run; close the worker where one fails."""
+    """Run an empty program, through every step of a run; close the worker if one fails."""
     try:
         answer = worker.exchange({"program": b"", "files": {}}, limits=Limits())
         if (answer.how, answer.status) != ("ended", 0):
@@ -178,15 +180,15 @@ def _try_out(worker: Worker) -> None:
 
 def _describe(worker: Worker) -> Isolation:
     nobody = "user 65534 (nobody)" if os.geteuid() == 0 else f"user {os.geteuid()} of the host, called 65534 inside,"
-    user = "a user of its own for each worker, called 65534 inside," if worker.own_user else nobody
+    user = "a user of its own for each worker, called 65534 inside," if worker.has_own_user else nobody
     return Isolation(active=True, user=user, memory=worker.memory_bound)
 
 
-# In and out -------------------------------------------------------------------------------------------
+# Input and output -------------------------------------------------------------------------------------
 
 
 def _bytes(content: str | bytes) -> bytes:
-    """UTF-8; what a model wrote may hold surrogates, which then are an error of its program and not one of ours."""
+    """As UTF-8. A model's text may have surrogates, which then are an error of its program and not one of ours."""
     return content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
 
 
@@ -201,19 +203,19 @@ def _check_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
     return {name: _bytes(content) for name, content in files.items()}
 
 
-def _ran(answer: RequestEnd) -> Ran:
-    """Say how a program ended, in the words of `Ran`."""
+def _run_result(answer: RequestEnd) -> RunResult:
+    """The result of a program that ended so."""
     stdout, stderr = (data.decode("utf-8", "replace") for data in answer.outputs)
     if answer.how != "ended":
-        return Ran(answer.how, None, stdout, stderr, answer.seconds)
+        return RunResult(answer.how, None, stdout, stderr, answer.seconds)
     code = os.waitstatus_to_exitcode(answer.status)
     if code == -OUT_OF_MEMORY or (code == -9 and answer.out_of_memory):
-        return Ran("memory", None, stdout, stderr, answer.seconds)
-    return Ran("exited" if code >= 0 else "signal", code, stdout, stderr, answer.seconds)
+        return RunResult("memory", None, stdout, stderr, answer.seconds)
+    return RunResult("exited" if code >= 0 else "signal", code, stdout, stderr, answer.seconds)
 
 
-def _returned(function: str, answer: RequestEnd, seconds: float) -> Any:
-    """Decode the value that a call returned; `TimeoutError` or `CallFailed` where it did not return."""
+def _call_result(function: str, answer: RequestEnd, seconds: float) -> Any:
+    """The value that a call returned; raises `TimeoutError` or `CallFailed` if it did not return."""
     if answer.how == "timeout":
         raise TimeoutError(f"{function} did not return within {seconds:g} s")
     if answer.how == "output":

@@ -1,15 +1,15 @@
 """The system calls that a sandboxed process may make: a BPF filter that refuses every other.
 
-It is a list of what CPython, its standard library and libc need. What is not named here is answered EPERM; a call that
-is younger than Linux 5.1 is answered ENOSYS, as an older kernel would, and libc and Python then do without it. So
-nothing is left by which runs could see each other or the host (watches and leases on files, System V objects, keys,
-the state of the page cache, counters of the kernel), use up what the kernel counts for a user or for the machine
+It is a list of what CPython, its standard library and libc need. Every other call is answered EPERM; a call that is
+newer than Linux 5.1 is answered ENOSYS, as an older kernel would, and libc and Python then do without it. So no call
+is left by which runs could see each other or the host (watches and leases on files, System V objects, keys,
+the state of the page cache, counters of the kernel), use up quotas of a user or of the machine
 (aio, epoll, huge pages, the size of pipes), or attack it (bpf, io_uring, ptrace, new namespaces, mounts).
 
 If a call does many things, one argument decides: `_ARGUMENTS`. Some calls are answered with success and have no
-effect: those that write a file out, because the scratch folder is memory and no other file can be written; and those
-that lock a file, because a lock on a file that all runs see is seen by all of them, while a run has its scratch folder
-to itself. Processes of one run exclude each other by `multiprocessing.Lock`, not by locks on files.
+effect: those that flush a file, because the scratch folder is memory and no other file can be written; and those that
+lock a file, because locks on files that all runs see would be visible to all of them, while a run has its scratch
+folder to itself. Processes of one run exclude each other by `multiprocessing.Lock`, not by locks on files.
 
 Standard library only: this runs in the zygote.
 """
@@ -24,9 +24,9 @@ from flowgrpo.sandbox import syscalls
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMNS = ("x86_64", "aarch64")
-FIRST_SHARED = 424  # from here on (Linux 5.1) every architecture has the same numbers
+FIRST_SHARED = 424  # from here on (Linux 5.1) all architectures have the same numbers
 
-# Name, number on x86_64, number on aarch64; -1 where there is none.
+# Name, number on x86_64, number on aarch64; -1 if there is none.
 _ALLOWED = """
 read 0 63, write 1 64, open 2 -1, close 3 57, stat 4 -1, fstat 5 80, lstat 6 -1, newfstatat 262 79, poll 7 -1,
 ppoll 271 73, select 23 -1, pselect6 270 72, lseek 8 62, pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66,
@@ -64,7 +64,7 @@ setsockopt 54 208, clone 56 220, prctl 157 167, prlimit64 302 261, futex 202 98,
 sendmsg 46 211, recvmsg 47 212
 """
 
-# BPF: load a word, jump, return; and where `struct seccomp_data` keeps the call, the machine and the arguments.
+# BPF: load a word, jump, return; and offsets of the call, the machine and the arguments in `struct seccomp_data`.
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
@@ -80,7 +80,7 @@ class Filter(ctypes.Structure):
 
 
 def make_filter() -> Filter:
-    """The filter for this machine; `OSError` where its system calls are not known here."""
+    """The filter for this machine; `OSError` if its system calls are not listed here."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"seccomp: the system calls of {machine} are not listed")
@@ -100,41 +100,41 @@ def make_filter() -> Filter:
         (_LOAD, 0, 0, _NUMBER),
     ]
     for name, number in _numbers(_FILTERED, column).items():
-        place, decision = _ARGUMENTS[name]
-        body = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * place), *decision]  # the low word: none uses the other
+        position, decision = _ARGUMENTS[name]
+        body = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8 * position), *decision]  # the low word: none uses the other
         program += [(_EQUAL, 0, len(body), number), *body]
-    program += _decide(answers, _ERROR | errno.ENOSYS)  # the calls of x32 lie beyond all, too
+    program += _decide(answers, _ERROR | errno.ENOSYS)  # the calls of x32 are beyond all of them
     return Filter(len(program), b"".join(struct.pack("=HBBI", *line) for line in program))
 
 
 def install(program: Filter) -> None:
-    """Bind this process and all that it starts to the filter, for good."""
+    """Bind this process and all that it starts to the filter, irrevocably."""
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.prctl(syscalls.PR_SET_SECCOMP, 2, ctypes.addressof(program))
 
 
 def _numbers(calls: str, column: int) -> dict[str, int]:
-    """The calls of a list that this architecture has."""
+    """Numbers of the listed calls that this architecture has, by name."""
     rows = [call.split() for call in calls.split(",")]
     return {name: int(numbers[column]) for name, *numbers in rows if int(numbers[column]) >= 0}
 
 
 def _decide(answers: Mapping[int, int], otherwise: int) -> list[Line]:
-    """Return the answer to the loaded word, by halving: one comparison for each bit of the number of stretches."""
-    stretches = [(0, answers.get(0, otherwise))]
+    """Program that returns the answer to the loaded word, by binary search over intervals with equal answers."""
+    intervals = [(0, answers.get(0, otherwise))]
     for value in sorted({edge for key in answers for edge in (key, key + 1)}):
         answer = answers.get(value, otherwise)
-        if answer != stretches[-1][1]:
-            stretches.append((value, answer))
-    return _halve(stretches)
+        if answer != intervals[-1][1]:
+            intervals.append((value, answer))
+    return _halve(intervals)
 
 
-def _halve(stretches: list[tuple[int, int]]) -> list[Line]:
-    if len(stretches) == 1:
-        return [(_RETURN, 0, 0, stretches[0][1])]
-    middle = len(stretches) // 2
-    lower, upper = _halve(stretches[:middle]), _halve(stretches[middle:])
-    return [(_AT_LEAST, len(lower), 0, stretches[middle][0]), *lower, *upper]
+def _halve(intervals: list[tuple[int, int]]) -> list[Line]:
+    if len(intervals) == 1:
+        return [(_RETURN, 0, 0, intervals[0][1])]
+    middle = len(intervals) // 2
+    lower, upper = _halve(intervals[:middle]), _halve(intervals[middle:])
+    return [(_AT_LEAST, len(lower), 0, intervals[middle][0]), *lower, *upper]
 
 
 def _only(*values: int, error: int = errno.EPERM) -> list[Line]:
@@ -154,16 +154,16 @@ _DESCRIPTORS = (0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)  # FIONREAD, FIONBIO
 # Of sockets: no data out of band, filters, cookies (which count sockets of the host) or pidfds.
 _OPTIONS = (*range(1, 10), *range(11, 26), 30, 38, 39)
 _MSG_OOB = 1
-_PROCESS = (1, 2, 3, 4, 15, 16, 23, 38, 39)  # of prctl: signal at the parent's death, dumpable, name, rights
+_PROCESS = (1, 2, 3, 4, 15, 16, 23, 38, 39)  # of prctl: signal on the parent's death, dumpable, name, rights
 # Of futexes: to wait and to wake, in one process (128) to requeue, too, and by the real-time clock (256). No priority
 # is inherited. Those that processes share can't be refused: the semaphores of multiprocessing and pthread_join are
-# made of them, and libc aborts where they fail. What two runs can do with them stands in the package's docstring.
+# made of them, and libc aborts if they fail. The package's docstring says what two runs can do with them.
 _FUTEXES = (0, 1, 9, 10, 9 | 256, *(128 | operation for operation in (0, 1, 3, 4, 5, 9, 10, 9 | 256)))
 # New namespaces; to trace, to be the child of another, and a pidfd, whose number counts processes of the host.
 _TRACE, _PARENT, _PIDFD = 0x2000, 0x8000, 0x1000
 _FORBIDDEN_CLONES = syscalls.NAMESPACES | syscalls.CLONE_NEWCGROUP | _TRACE | _PARENT | _PIDFD
 
-# Which argument is looked at, and what is decided by it.
+# Position of the argument that decides, and the decision.
 _ARGUMENTS = {
     "mmap": (3, _without(_MAP_HUGETLB)),
     "madvise": (2, _only(*_ADVICE)),

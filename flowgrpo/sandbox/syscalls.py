@@ -1,7 +1,6 @@
 """Linux system calls that the sandbox needs, most of which Python has no name for, through libc.
 
-Every function but `ask_for_short_turns` raises `OSError`, with the name of the call, where the kernel refuses. Nothing
-here decides anything.
+Every function but `request_short_slices` raises `OSError`, with the name of the call, if the kernel refuses.
 Standard library only: this runs in the zygote, which never imports the rest of the package.
 """
 
@@ -23,7 +22,7 @@ READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC = 1, 2, 4, 8  # of mount_setattr
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_SYS_ADMIN = 47, 2, 21
 
-# The calls that libc has no wrapper for. The second number is of every architecture but x86.
+# Calls that libc has no wrapper for. The second number is that of every architecture but x86.
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 MOUNT_SETATTR = 442
@@ -34,7 +33,7 @@ _CAPABILITIES_3 = 0x20080522
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces that `flags` name for new ones; a new pid namespace begins with the next child."""
+    """Leave the namespaces of `flags` for new ones; a new pid namespace starts with the next child."""
     _check("unshare", _libc().unshare(flags))
 
 
@@ -50,7 +49,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def unmount(target: str) -> None:
-    """Take the mount at `target` out of sight, and all below it, even while it is in use."""
+    """Detach the mount at `target` and all below it, even while it is in use."""
     _check(f"umount of {target}", _libc().umount2(os.fsencode(target), MNT_DETACH))
 
 
@@ -60,13 +59,13 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def restrict_mount(target: str, attributes: int) -> None:
-    """Add attributes to the mount at `target` and all below it; none is ever taken away (Linux 5.12 or newer)."""
-    wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
-    _syscall("mount_setattr", MOUNT_SETATTR, _AT_FDCWD, os.fsencode(target), _AT_RECURSIVE, wanted, 32)
+    """Add attributes to the mount at `target` and all below it; none is ever removed (Linux 5.12 or newer)."""
+    attr = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+    _syscall("mount_setattr", MOUNT_SETATTR, _AT_FDCWD, os.fsencode(target), _AT_RECURSIVE, attr, 32)
 
 
 def name_machine(name: str) -> None:
-    """Name the machine and its domain (NIS), in this uts namespace."""
+    """Set the host name and the domain name (NIS) of this uts namespace."""
     _check("sethostname", _libc().sethostname(name.encode(), len(name)))
     _check("setdomainname", _libc().setdomainname(name.encode(), len(name)))
 
@@ -77,27 +76,27 @@ def prctl(option: int, value, extra=0) -> None:
     _check(f"prctl {option}", _libc().prctl(option, *numbers))
 
 
-def ask_for_short_turns() -> None:
-    """Have this process run soon after it wakes, among many that are busy; its children don't inherit that."""
-    with contextlib.suppress(OSError):  # an older kernel can't, or counts turns otherwise: then it is as it was
-        wanted = struct.pack("=IIQiIQQQ", 48, 0, _RESET_ON_FORK, os.getpriority(os.PRIO_PROCESS, 0), 0, 100_000, 0, 0)
-        _syscall("sched_setattr", SCHED_SETATTR[os.uname().machine], 0, wanted, 0)
+def request_short_slices() -> None:
+    """Request short time slices, so that this process runs soon after it wakes; children don't inherit that."""
+    with contextlib.suppress(OSError):  # an older kernel can't, or schedules in another way
+        attr = struct.pack("=IIQiIQQQ", 48, 0, _RESET_ON_FORK, os.getpriority(os.PRIO_PROCESS, 0), 0, 100_000, 0, 0)
+        _syscall("sched_setattr", SCHED_SETATTR[os.uname().machine], 0, attr, 0)
 
 
-def keep_administration() -> None:
+def keep_sys_admin() -> None:
     """Keep CAP_SYS_ADMIN of this user namespace, and no other capability, when another program is executed."""
-    only = struct.pack("=6I", *[1 << CAP_SYS_ADMIN] * 3, 0, 0, 0)  # effective, permitted and inheritable
-    _check("capset", _libc().capset(struct.pack("=II", _CAPABILITIES_3, 0), only))
+    sys_admin_only = struct.pack("=6I", *[1 << CAP_SYS_ADMIN] * 3, 0, 0, 0)  # effective, permitted and inheritable
+    _check("capset", _libc().capset(struct.pack("=II", _CAPABILITIES_3, 0), sys_admin_only))
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_SYS_ADMIN)
 
 
 def drop_capabilities() -> None:
-    """Give up every capability of this process, for good once no_new_privs is set."""
+    """Give up every capability of this process, irrevocably once no_new_privs is set."""
     _check("capset", _libc().capset(struct.pack("=II", _CAPABILITIES_3, 0), bytes(24)))
 
 
-def look_up() -> None:
-    """Find in libc what every run calls, so that each finds it done."""
+def preload_symbols() -> None:
+    """Resolve the libc functions that every run calls, once for all of them."""
     for name in ("capset", "prctl", "mount", "unshare", "setns", "syscall"):
         getattr(_libc(), name)
 

@@ -1,4 +1,4 @@
-"""One zygote as the pool sees it: start it, give it a request, read what comes within bounds, end it."""
+"""One zygote as the pool sees it: start it, send it a request, read the output within bounds, end it."""
 
 import contextlib
 import marshal
@@ -20,13 +20,13 @@ from flowgrpo.sandbox.isolation import FIRST_USER, FLAGS
 from flowgrpo.sandbox.limits import Limits, SandboxFailure
 from flowgrpo.types import BadInput
 
-START_SECONDS = 120.0  # a preloaded module may be a large one
-GRACE = 1.0  # seconds past a deadline after which the zygote itself is taken to be stuck, and ended
-_OWN_PROCESSES = 3  # of a worker, that the kernel counts with those of a run
+START_SECONDS = 120.0  # timeout of a start; a preloaded module may be large
+GRACE_SECONDS = 1.0  # after a deadline, until the zygote itself is considered stuck and is ended
+_OWN_PROCESSES = 3  # of a worker, which the kernel counts with those of a run
 _SLACK = 16 << 20  # page tables and other memory of the kernel that a control group counts
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}  # else each thread takes 64 MB and more of the bounded address space
 
-# The zygote finds this package by its folder, without `flowgrpo/__init__.py`, which imports JAX.
+# The zygote imports this package by its folder, without `flowgrpo/__init__.py`, which imports JAX.
 _BOOT = """
 import sys, types
 for name, path in (("flowgrpo", sys.argv[1]), ("flowgrpo.sandbox", sys.argv[1] + "/sandbox")):
@@ -38,9 +38,9 @@ main(int(sys.argv[2]))
 
 
 class RequestEnd(NamedTuple):
-    """How a request ended ("ended", "timeout", "output", "lost"), the wait status, what was written, the time.
+    """How a request ended ("ended", "timeout", "output", "lost"), the wait status, the outputs, the time.
 
-    It is "lost" where the zygote ended while it carried the request out.
+    It is "lost" if the zygote ended while it carried out the request.
     """
 
     how: str
@@ -51,7 +51,7 @@ class RequestEnd(NamedTuple):
 
 
 class Worker:
-    """A zygote and its channel. One request at a time; `lost` once it can't be used any more."""
+    """A zygote and its channel. One request at a time; it is `lost` once it can't be used any more."""
 
     def __init__(self, *, isolate: bool, preload: Sequence[str]):
         self.isolate, self.lost = isolate, False
@@ -65,14 +65,14 @@ class Worker:
         finally:
             other.close()
         try:
-            self._begin(preload)
+            self._configure(preload)
         except BaseException:
             self.close()
             raise
 
     @property
     def memory_bound(self) -> str:
-        """Control group that bounds the memory of a run as a whole, in words; empty where there is none."""
+        """Description of the control group that bounds the memory of a run as a whole; "" if there is none."""
         return f"a control group (version {self._group.version})" if self._group else ""
 
     @property
@@ -80,12 +80,12 @@ class Worker:
         return self._process.pid
 
     @property
-    def own_user(self) -> bool:
-        """Say whether the worker is a user that no other worker is."""
+    def has_own_user(self) -> bool:
+        """Whether the worker runs as a user of its own."""
         return int(Path(f"/proc/{self.pid}/status").read_text().partition("Uid:")[2].split()[0]) >= FIRST_USER
 
-    def alive(self) -> bool:
-        """Say whether the zygote still waits for requests."""
+    def is_alive(self) -> bool:
+        """Whether the zygote still waits for requests."""
         if self.lost:
             return False
         poll = select.poll()  # unlike select, it knows descriptors of any number
@@ -93,7 +93,7 @@ class Worker:
         return not poll.poll(0)
 
     def exchange(self, request: Mapping[str, Any], *, limits: Limits, stdin: bytes = b"") -> RequestEnd:
-        """Carry out one request; `SandboxFailure` where it can't begin."""
+        """Carry out one request; `SandboxFailure` if it can't be started."""
         try:
             return self._exchange(request, limits, stdin)
         except OSError as error:
@@ -106,12 +106,12 @@ class Worker:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
                 request = {**request, "scratch": folder}
             streams = stack.enter_context(Streams(limits.output_bytes))
-            began = time.monotonic()
+            start = time.monotonic()
             try:
                 self._submit(request, stdin, limits, streams)
-                reply = self._follow(streams, began + limits.seconds + GRACE)
-                struck = self._group is not None and self._group.kills() > kills
-            except BaseException:  # an interrupt: what runs must not go on
+                reply = self._follow(streams, start + limits.seconds + GRACE_SECONDS)
+                out_of_memory = self._group is not None and self._group.kills() > kills
+            except BaseException:  # an interrupt: the run must not continue
                 self.lost = True
                 raise
             finally:
@@ -120,33 +120,33 @@ class Worker:
             streams.read()
         if reply["how"] == "failed":
             raise SandboxFailure(f"the sandbox could not set up a run: {reply['text']}")
-        how = "output" if streams.flooded and reply["how"] != "lost" else reply["how"]
-        seconds = reply.get("seconds", time.monotonic() - began)
-        return RequestEnd(how, reply.get("status", 0), streams.texts(), seconds, struck)
+        how = "output" if streams.is_flooded and reply["how"] != "lost" else reply["how"]
+        seconds = reply.get("seconds", time.monotonic() - start)
+        return RequestEnd(how, reply.get("status", 0), streams.outputs(), seconds, out_of_memory)
 
     def close(self) -> None:
-        """End the zygote and everything below it."""
+        """Kill the zygote and everything below it."""
         self.lost = True
-        self._control.close()  # the zygote ends itself at this
-        for end in (self._continue, self._process.terminate, self._process.kill):
-            end()
+        self._control.close()  # at which the zygote exits
+        for stop in (self._continue, self._process.terminate, self._process.kill):
+            stop()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE)
+                self._process.wait(GRACE_SECONDS)
                 break
         if self._group:
             self._group.remove()
             self._group = None
 
     def _continue(self) -> None:
-        """Have starter and zygote go on where somebody has stopped them: what is stopped can't end itself."""
-        if self._process.poll() is None:  # else the number of the group may be another's
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of an empty group
+        """Continue starter and zygote if somebody has stopped them: a stopped process can't exit by itself."""
+        if self._process.poll() is None:  # else the id may belong to another group
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for an empty group
                 os.killpg(self.pid, signal.SIGCONT)
 
     # Starting -----------------------------------------------------------------------------------------
 
-    def _begin(self, preload: Sequence[str]) -> None:
-        """Send the settings, and hear what came of them."""
+    def _configure(self, preload: Sequence[str]) -> None:
+        """Send the settings, and receive whether the zygote has started."""
         path = [os.path.abspath(entry) for entry in sys.path if os.path.isdir(entry or ".")] if preload else []
         settings = {
             "isolate": self.isolate,
@@ -173,7 +173,7 @@ class Worker:
         self._memory = 0
 
     def _set_memory(self, limits: Limits) -> int:
-        """Bound the memory of the whole run; return how often that bound has struck so far."""
+        """Bound the memory of the whole run -> number of processes that this bound has killed so far."""
         if self._group is None:
             return 0
         if self._memory != limits.memory + limits.file_bytes:
@@ -184,37 +184,37 @@ class Worker:
     # One request --------------------------------------------------------------------------------------
 
     def _submit(self, request: Mapping[str, Any], stdin: bytes, limits: Limits, streams: "Streams") -> None:
-        """Send the request, with the files that it is to read and write."""
+        """Send the request, with the files that it reads and writes."""
         bounds = {
             "address_space": self._address_space + int(limits.memory) if self._address_space else None,
             "cpu_seconds": math.ceil(limits.seconds) + 1,
             "file_bytes": int(limits.file_bytes),
             "processes": int(limits.processes) + _OWN_PROCESSES if self.isolate else None,
         }
-        given = [_sealed(marshal.dumps({**request, **bounds})), _sealed(stdin)]
+        inputs = [_sealed(marshal.dumps({**request, **bounds})), _sealed(stdin)]
         try:
-            files = [*given, *streams.writers]
+            files = [*inputs, *streams.writers]
             channel.send(self._control, {"do": "run", "seconds": float(limits.seconds)}, files)
         except channel.Closed as error:
             raise SandboxFailure("the worker process of the sandbox ended before it took this request") from error
         finally:
             streams.close_writers()
-            for descriptor in given:
+            for descriptor in inputs:
                 os.close(descriptor)
 
-    def _follow(self, streams: "Streams", last: float) -> dict[str, Any]:
-        """Read both streams until the zygote says how the run ended; have it killed where they flood."""
-        told = False
+    def _follow(self, streams: "Streams", deadline: float) -> dict[str, Any]:
+        """Read both streams until the zygote reports how the run ended; have it killed if the output is too long."""
+        kill_sent = False
         with contextlib.suppress(channel.Closed):
             while not self.lost:
-                left = last - time.monotonic()
+                left = deadline - time.monotonic()
                 ready = streams.wait(self._control, max(0.0, left))
-                if streams.flooded and not told:
+                if streams.is_flooded and not kill_sent:
                     channel.send(self._control, {"do": "kill"})
-                    told = True
+                    kill_sent = True
                 if ready:
                     return channel.receive(self._control)[0]
-                if left <= 0:  # the zygote does not keep its deadline: the run is over, and so is the zygote
+                if left <= 0:  # the zygote has missed its deadline: it is lost
                     self.lost = True
                     return {"how": "timeout"}
         self.lost = True
@@ -222,15 +222,15 @@ class Worker:
 
 
 class Streams:
-    """Two pipes, for stdout and stderr, read without ever blocking, and kept up to a bound."""
+    """Two pipes, for stdout and stderr, that are read without blocking; their output is stored up to a bound."""
 
     def __init__(self, bound: int):
-        self._bound, self.flooded = bound, False
+        self._bound, self.is_flooded = bound, False
         pairs = [os.pipe(), os.pipe()]
         self.writers = [writer for _, writer in pairs]
-        self._kept = {reader: bytearray() for reader, _ in pairs}
-        self._open = set(self._kept)
-        for reader in self._kept:
+        self._data = {reader: bytearray() for reader, _ in pairs}
+        self._open = set(self._data)
+        for reader in self._data:
             os.set_blocking(reader, False)
 
     def __enter__(self) -> "Streams":
@@ -238,16 +238,16 @@ class Streams:
 
     def __exit__(self, *_) -> None:
         self.close_writers()
-        for reader in self._kept:
+        for reader in self._data:
             os.close(reader)
 
     def close_writers(self) -> None:
-        """Leave writing to the run."""
+        """Close our copies of the write ends."""
         while self.writers:
             os.close(self.writers.pop())
 
     def wait(self, control: socket.socket, seconds: float) -> bool:
-        """Read what comes until something is heard from `control` (True), or the time is over, or a stream moves."""
+        """Read the streams until a stream or `control` is readable, or the time is over -> whether `control` is."""
         poll = select.poll()
         for number in [*self._open, control.fileno()]:
             poll.register(number, select.POLLIN)
@@ -257,59 +257,59 @@ class Streams:
         return control.fileno() in ready
 
     def read(self) -> None:
-        """Read what is left in the pipes."""
+        """Read everything that is left in the pipes."""
         for reader in list(self._open):
             while reader in self._open and self._take(reader):
                 pass
 
-    def texts(self) -> tuple[bytes, bytes]:
-        """Return the bytes that were kept of stdout and of stderr."""
-        stdout, stderr = self._kept.values()
+    def outputs(self) -> tuple[bytes, bytes]:
+        """The stored bytes of stdout and of stderr."""
+        stdout, stderr = self._data.values()
         return bytes(stdout), bytes(stderr)
 
     def _take(self, reader: int) -> bool:
-        """Read once; keep what the bound allows. False where there is nothing."""
+        """Read once, and store what the bound allows -> whether there was anything."""
         try:
             data = os.read(reader, 1 << 16)
         except BlockingIOError:
             return False
         if not data:
             self._open.discard(reader)
-        room = self._bound - sum(len(kept) for kept in self._kept.values())
-        self._kept[reader] += data[:room]
-        self.flooded |= len(data) > room
+        remaining = self._bound - sum(len(data) for data in self._data.values())
+        self._data[reader] += data[:remaining]
+        self.is_flooded |= len(data) > remaining
         return bool(data)
 
 
-# Starting and giving -----------------------------------------------------------------------------------
+# Start and input files ----------------------------------------------------------------------------------
 
 
 def _python() -> str:
-    """The interpreter without its virtual environment."""
+    """The interpreter, without its virtual environment."""
     return getattr(sys, "_base_executable", "") or sys.executable
 
 
 def _spawn(channel_end: socket.socket) -> subprocess.Popen:
-    """Start the zygote with nothing of this process but one end of the channel."""
+    """Start the zygote; of this process it gets only one end of the channel."""
     number = channel_end.fileno()
     package = Path(__file__).resolve().parent.parent
-    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
     return subprocess.Popen(
         [_python(), *FLAGS, "-c", _BOOT, str(package), str(number)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**kept, "LANG": "C.UTF-8", **ONE_ARENA, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        env={**environment, "LANG": "C.UTF-8", **ONE_ARENA, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         pass_fds=[number],
         cwd="/",
-        # Ctrl-C is for the process that holds the pool. A group of its own in the same session is hung up, and goes on
-        # to end by that, where it is stopped when the process of the pool is killed.
+        # Ctrl-C is for the process of the pool only. A group of its own in the same session, if it is stopped when the
+        # process of the pool is killed, gets SIGHUP and ends by that.
         process_group=0,
     )
 
 
 def _sealed(data: bytes) -> int:
-    """A descriptor from which `data` can be read, and nothing be written to."""
+    """A read-only descriptor with this data."""
     if hasattr(os, "memfd_create"):
         import fcntl
 

@@ -1,12 +1,12 @@
-"""The warm interpreter that runs are forked from: one thread, standard library, and what the pool asked to preload.
+"""The warm interpreter that runs are forked from: one thread, the standard library, and the modules to preload.
 
-    pool -> starter -> (isolated) zygote -> a child that waits -> {program, limits} + files -> how it ended -> pool
+    pool -> starter -> (isolated) zygote -> a waiting child -> {program, limits} + files -> how it ended -> pool
 
-The starter is a fresh interpreter that isolates itself, and then has the zygote executed inside: another fresh
-interpreter, which gets its code and settings through a pipe. So neither its first stack (arguments, environment) nor
-its memory ever held a path, a setting or a secret of the host that a program could find there. The zygote is process 1
-of a pid namespace of its own, so that its end is the end of everything below it; and it ends when the pool closes its
-channel or dies. A child is always prepared ahead. Deadlines are kept here, where no program can reach.
+The starter is a fresh interpreter that isolates itself and then executes the zygote inside: another fresh interpreter,
+which gets its code and settings through a pipe. So neither its first stack (arguments, environment) nor its memory ever
+held a path, a setting or a secret of the host that a program could find there. The zygote is process 1 of a pid
+namespace of its own, so that everything below it ends with it; it ends when the pool closes its channel or dies. A
+child is always prepared ahead. Deadlines are enforced here, out of reach of any program.
 
 Standard library only.
 """
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from flowgrpo.sandbox import channel, child, isolation, seccomp, syscalls
 
-# Imported once here rather than in every program: what programs often want, and each fork can carry cheaply.
+# Imported once here rather than in every program: modules that programs often use, and that make forks hardly slower.
 COMMON = "bisect collections copy functools heapq itertools json math random re string typing"
 
 _CODE = ("channel", "syscalls", "seccomp", "isolation", "child", "zygote")  # each after what it imports
@@ -44,19 +44,19 @@ for name in code:
     module = sys.modules["flowgrpo.sandbox." + name] = types.ModuleType("flowgrpo.sandbox." + name)
     setattr(sys.modules["flowgrpo.sandbox"], name, module)
     exec(code[name], module.__dict__)
-module.begin(module.socket.socket(fileno=settings["control"]), settings["proc"], settings)
+module.start(module.socket.socket(fileno=settings["control"]), settings["proc"], settings)
 """
 
 
 class Child(NamedTuple):
-    """A process that waits for its request."""
+    """A forked process that waits for its request."""
 
     pid: int
     channel: socket.socket
 
 
 def main(control_number: int) -> NoReturn:
-    """Take the settings from the channel; have a zygote started inside where they ask for isolation, else become it."""
+    """Receive the settings; with isolation start a zygote inside, else become the zygote."""
     control = socket.socket(fileno=os.dup(control_number))  # dup: the lowest number that is free
     os.close(control_number)
     settings, _ = channel.receive(control)
@@ -70,16 +70,16 @@ def main(control_number: int) -> NoReturn:
             proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
             code = _own_code()
             _isolate(settings, proc)
-            _go_inside(control, proc, code, settings)
+            _execute_inside(control, proc, code, settings)
     except Exception as error:
-        _give_up(control, error)
-    begin(control, None, settings)
+        _report_and_exit(control, error)
+    start(control, None, settings)
 
 
-def begin(control: socket.socket, proc: int | None, settings: Mapping[str, Any]) -> NoReturn:
-    """Load what runs share, and serve until the channel closes."""
-    # Process 1 of a namespace can be reached only by what it handles; and what the host ignores, as nohup has it do, is
-    # inherited and would be ignored by programs, too.
+def start(control: socket.socket, proc: int | None, settings: Mapping[str, Any]) -> NoReturn:
+    """Import what runs share, and serve until the channel closes."""
+    # Process 1 of a namespace gets only signals that it handles; and signals that the host ignores (nohup) would be
+    # ignored by programs, too.
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ}:
         signal.signal(number, signal.SIG_DFL)
     program_filter = None
@@ -88,17 +88,17 @@ def begin(control: socket.socket, proc: int | None, settings: Mapping[str, Any])
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
             program_filter = seccomp.make_filter()
             selectors.DefaultSelector = selectors.PollSelector  # the filter refuses epoll
-            syscalls.ask_for_short_turns()
+            syscalls.request_short_slices()
         _preload(settings)
     except Exception as error:
-        _give_up(control, error)
+        _report_and_exit(control, error)
     channel.send(control, {"address_space": _address_space(proc)})
     prepare = functools.partial(_prepare, proc, program_filter, control)
     _serve(control, prepare, _kill_group if proc is None else _kill)
 
 
 def _isolate(settings: Mapping[str, Any], proc: int) -> None:
-    """Installed packages are in sight only of workers that preload: what is called imports more as it goes."""
+    """Isolate this process. Only workers with preloaded modules see installed packages: calls may import more."""
     paths = isolation.interpreter_paths()
     if settings["preload"]:
         isolation.isolate([*paths, *settings["path"]], [], proc)
@@ -106,13 +106,13 @@ def _isolate(settings: Mapping[str, Any], proc: int) -> None:
         isolation.isolate(paths, isolation.package_folders(paths), proc)
 
 
-def _give_up(control: socket.socket, error: Exception) -> NoReturn:
+def _report_and_exit(control: socket.socket, error: Exception) -> NoReturn:
     channel.send(control, {"error": f"{type(error).__name__}: {error}", "module": getattr(error, "module", "")})
     os._exit(1)
 
 
 def _own_code() -> dict[str, types.CodeType]:
-    """Compile the modules of the zygote, under names that tell nothing of where they are installed."""
+    """Compile the modules of the zygote, under file names that do not reveal where they are installed."""
     code = {}
     for name in _CODE:
         with open(os.path.join(os.path.dirname(__file__), f"{name}.py"), "rb") as source:
@@ -120,13 +120,13 @@ def _own_code() -> dict[str, types.CodeType]:
     return code
 
 
-def _go_inside(control: socket.socket, proc: int, code: dict[str, types.CodeType], settings) -> NoReturn:
-    """Have the zygote executed as process 1 of the new pid namespace. This one only waits, and passes SIGTERM on."""
+def _execute_inside(control: socket.socket, proc: int, code: dict[str, types.CodeType], settings) -> NoReturn:
+    """Execute the zygote as process 1 of the new pid namespace. This process only waits, and passes SIGTERM on."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-        syscalls.keep_administration()
+        syscalls.keep_sys_admin()
         for number in (reader, proc, control.fileno()):
             os.set_inheritable(number, True)
         os.execve(sys.executable, [sys.executable, *isolation.FLAGS, "-c", _INSIDE, str(reader)], _environment())
@@ -135,7 +135,7 @@ def _go_inside(control: socket.socket, proc: int, code: dict[str, types.CodeType
     packages = {name: list(sys.modules[name].__path__) for name in ("flowgrpo", "flowgrpo.sandbox")}
     inside |= {"packages": packages if settings["preload"] else {}, "control": control.fileno(), "proc": proc}
     message: Any = (code, inside)
-    with contextlib.suppress(BrokenPipeError), open(writer, "wb") as pipe:  # it failed to start, and has said why
+    with contextlib.suppress(BrokenPipeError), open(writer, "wb") as pipe:  # it failed to start, and has reported why
         pipe.write(marshal.dumps(message))
     control.close()
     signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGKILL))
@@ -144,10 +144,10 @@ def _go_inside(control: socket.socket, proc: int, code: dict[str, types.CodeType
 
 
 def _environment() -> dict[str, str]:
-    """Of the environment that the pool gave, what the interpreter needs, with paths that can be seen from inside."""
+    """Environment variables of the zygote, with library paths that are visible inside."""
     libraries = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(":") if path and os.path.isdir(path)]
-    found = {"LD_LIBRARY_PATH": ":".join(libraries)} if libraries else {}
-    return {name: text for name, text in os.environ.items() if name != "LD_LIBRARY_PATH"} | found
+    visible = {"LD_LIBRARY_PATH": ":".join(libraries)} if libraries else {}
+    return {name: text for name, text in os.environ.items() if name != "LD_LIBRARY_PATH"} | visible
 
 
 class _NotImported(Exception):
@@ -160,7 +160,7 @@ def _preload(settings: Mapping[str, Any]) -> None:
     """Import what runs share."""
     sys.path.extend(path for path in settings["path"] if path not in sys.path)
     for module in settings["preload"]:
-        _stand_in_for_folders(module)
+        _stub_packages(module)
         try:
             importlib.import_module(module)
         except BaseException as error:
@@ -168,19 +168,19 @@ def _preload(settings: Mapping[str, Any]) -> None:
     for module in COMMON.split():
         importlib.import_module(module)
     if settings["isolate"]:
-        syscalls.look_up()
+        syscalls.preload_symbols()
     os.environ.clear()
     os.environ.update(settings["environment"])
     gc.collect()
-    gc.freeze()  # what is here stays shared with the children
-    gc.disable()  # until a program begins
+    gc.freeze()  # memory stays shared with the children
+    gc.disable()  # until a program starts
 
 
-def _stand_in_for_folders(module: str) -> None:
-    """Have the folders of this package above a module be empty modules: their `__init__.py` imports JAX."""
+def _stub_packages(module: str) -> None:
+    """Replace the packages of flowgrpo above a module by empty modules, since their `__init__.py` imports JAX."""
     package, *folders = module.split(".")[:-1] or [module]
     for folder in folders if package == "flowgrpo" else ():
-        path = [f"{one}/{folder}" for one in sys.modules[package].__path__]
+        path = [f"{parent}/{folder}" for parent in sys.modules[package].__path__]
         package = f"{package}.{folder}"
         if package not in sys.modules:
             sys.modules[package] = types.ModuleType(package)
@@ -188,7 +188,7 @@ def _stand_in_for_folders(module: str) -> None:
 
 
 def _address_space(proc: int | None) -> int:
-    """Bytes of address space in use before any program; 0 where this system does not say."""
+    """Bytes of address space in use before any program runs; 0 if this system does not say."""
     with (
         contextlib.suppress(OSError),
         open(os.open("self/statm" if proc else "/proc/self/statm", 0, dir_fd=proc)) as file,
@@ -201,7 +201,7 @@ def _address_space(proc: int | None) -> int:
 
 
 def _serve(control: socket.socket, prepare: Callable[[], Child], kill: Callable[[int], None]) -> NoReturn:
-    """One request at a time, for as long as there is a pool. Ends the process, and with it whatever it started."""
+    """Serve one request at a time until the pool is gone; then end this process and everything that it started."""
     ended, wake = socket.socketpair()
     ended.setblocking(False)
     wake.setblocking(False)
@@ -210,12 +210,12 @@ def _serve(control: socket.socket, prepare: Callable[[], Child], kill: Callable[
     with contextlib.suppress(channel.Closed):
         while True:
             waiting = None
-            with contextlib.suppress(OSError):  # short of something: it is tried again when a request is there
+            with contextlib.suppress(OSError):  # out of some resource: tried again when a request comes
                 waiting = prepare()
             request, files = channel.receive(control)
-            while request["do"] != "run":  # a kill that came after its run had ended
+            while request["do"] != "run":  # a kill whose run had ended already
                 request, files = channel.receive(control)
-            began = time.monotonic()
+            start_time = time.monotonic()
             try:
                 running = _hand_over(waiting, prepare, request, files)
             except OSError as error:
@@ -224,69 +224,69 @@ def _serve(control: socket.socket, prepare: Callable[[], Child], kill: Callable[
             finally:
                 for file in files:
                     os.close(file)
-            why, status = _watch(running.pid, began + request["seconds"], ended, control, kill)
-            seconds = time.monotonic() - began
-            channel.send(control, _how(running.channel, why, status) | {"seconds": seconds})
-    os.kill(0, signal.SIGCONT)  # the starter buries this process and ends, unless somebody has stopped it
+            reason, status = _watch(running.pid, start_time + request["seconds"], ended, control, kill)
+            seconds = time.monotonic() - start_time
+            channel.send(control, _report(running.channel, reason, status) | {"seconds": seconds})
+    os.kill(0, signal.SIGCONT)  # the starter reaps this process and exits, unless it is stopped
     os._exit(0)
 
 
 def _hand_over(
     waiting: Child | None, prepare: Callable[[], Child], request: Mapping[str, Any], files: list[int]
 ) -> Child:
-    """Give the request to the child that waits, or to another where it is gone: no program has begun then."""
+    """Send the request to the waiting child, or to another one if it is gone; then no program has started yet."""
     if waiting is not None:
         try:
             channel.send(waiting.channel, request, files)
-        except channel.Closed:  # it is the first that the kernel ends where a machine runs out of memory
+        except channel.Closed:  # the kernel kills it first if the machine runs out of memory
             waiting.channel.close()
             os.waitpid(waiting.pid, 0)
         else:
             return waiting
     other = prepare()
-    with contextlib.suppress(channel.Closed):  # it has said why it can't
+    with contextlib.suppress(channel.Closed):  # it has reported why it can't
         channel.send(other.channel, request, files)
     return other
 
 
 def _watch(pid: int, deadline: float, ended: socket.socket, control: socket.socket, kill) -> tuple[str, int]:
-    """Return when the child and all below it are gone: why it was killed ("" if it was not), and its wait status."""
-    why = ""
+    """Wait until the child and all below it are gone -> (why it was killed, "" if it was not; its wait status)."""
+    reason = ""
     while True:
-        done, status = os.waitpid(pid, 0 if why else os.WNOHANG)
+        done, status = os.waitpid(pid, 0 if reason else os.WNOHANG)
         if done:
             kill(pid)  # without namespaces, something of its process group may be left
-            return why, status
+            return reason, status
         left = deadline - time.monotonic()
         ready = select.select([ended, control], [], [], max(0.0, left))[0]
         if ended in ready:
             ended.recv(4096)
         if control in ready:
             try:
-                channel.receive(control)  # the one thing that a pool says during a run is: kill
+                channel.receive(control)  # the only message of a pool during a run is: kill
             except channel.Closed:
-                kill(pid)  # without namespaces, it would go on when this process has ended
+                kill(pid)  # without namespaces, it would outlive this process
                 raise
-            why = "killed"
+            reason = "killed"
         elif left <= 0:
-            why = "timeout"
-        if why:
+            reason = "timeout"
+        if reason:
             kill(pid)
 
 
-def _how(told: socket.socket, why: str, status: int) -> dict[str, Any]:
-    """Compose the report to the pool: why the child was killed, or its last message, or else its wait status."""
-    with told:
-        if why:
-            return {"how": why}
+def _report(child_channel: socket.socket, reason: str, status: int) -> dict[str, Any]:
+    """The report to the pool: why the child was killed, or its last message, or else its wait status."""
+    with child_channel:
+        if reason:
+            return {"how": reason}
         with contextlib.suppress(channel.Closed):
-            return channel.receive(told)[0]
+            return channel.receive(child_channel)[0]
         return {"how": "ended", "status": status}
 
 
 def _prepare(proc: int | None, program_filter: seccomp.Filter | None, control: socket.socket) -> Child:
-    """Fork a child that isolates itself and waits. It is process 1 of a new pid namespace, where there are any."""
-    own, other = socket.socketpair()
+    """Fork a child that isolates itself and waits; with namespaces it is process 1 of a new pid namespace."""
+    zygote_end, child_end = socket.socketpair()
     if proc is not None:
         syscalls.unshare(syscalls.CLONE_NEWPID)
     try:
@@ -294,16 +294,16 @@ def _prepare(proc: int | None, program_filter: seccomp.Filter | None, control: s
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            own.close()
+            zygote_end.close()
             control.close()
-            child.first_process(other, proc, program_filter)
+            child.first_process(child_end, proc, program_filter)
     finally:
-        other.close()
+        child_end.close()
         if proc is not None:
-            here = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
-            syscalls.enter(here)  # so that a new one can be made for the next child
-            os.close(here)
-    return Child(pid, own)
+            namespace = os.open("self/ns/pid", os.O_RDONLY, dir_fd=proc)
+            syscalls.enter(namespace)  # so that a new one can be made for the next child
+            os.close(namespace)
+    return Child(pid, zygote_end)
 
 
 def _kill(pid: int) -> None:
@@ -312,5 +312,5 @@ def _kill(pid: int) -> None:
 
 
 def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of an empty group
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS raises the latter for an empty group
         os.killpg(pid, signal.SIGKILL)

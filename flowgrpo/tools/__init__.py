@@ -2,14 +2,14 @@
 
 Modules:
 
-    calculator     Arithmetic as a tool: `calculator`, exact wherever that is possible
+    calculator     Arithmetic as a tool: `calculator`, exact if possible
     llm            Questions to a frozen model as a tool: `llm`
     mcp            MCP servers as toolsets
-    notebook_cell  A program run in the sandbox as a notebook runs a cell
+    notebook_cell  Runs a program in the sandbox like a cell of a notebook
     python         Python in the sandbox as a tool
-    schema         Tools from functions, and the arguments of calls held against a tool's JSON Schema
-    search         Keyword search over a local corpus: `read_corpus` reads files of texts, `search` makes the tool of it
-    toolset        A set of tools behind one function, `Toolset.do`
+    schema         Tools from typed functions, and validation of arguments against a tool's JSON Schema
+    search         Keyword search over a local corpus: `read_corpus` reads text files, `search` makes a tool
+    toolset        A set of tools behind one function, `Toolset.call_tool`
 """
 
 from flowgrpo.tools.calculator import calculator

@@ -1,4 +1,4 @@
-"""Arithmetic as a tool: `calculator`, exact wherever that is possible.
+"""Arithmetic as a tool: `calculator`, exact if possible.
 
     calculator().call({"expression": "0.1 + 0.2"})      # "0.3"
     calculator().call({"expression": "sqrt(2) ** 2"})   # "2"
@@ -22,20 +22,20 @@ from flowgrpo.tools.toolset import ToolError
 
 Number = Fraction | float
 
-LONGEST = 2000  # characters of an expression
-DEEPEST = 50  # parentheses and calls within each other
+MAX_CHARS = 2000  # characters of an expression
+MAX_DEPTH = 50  # parentheses and calls within each other
 DIGITS = 1000
 BITS = math.ceil(DIGITS * math.log2(10))
-SIGNIFICANT = 12  # digits of what isn't whole
+SIGNIFICANT = 12  # digits of numbers that aren't whole
 CONSTANTS = {"pi": math.pi, "e": math.e}
-SIGNS = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"})  # as they stand in textbooks
-# Never arithmetic, and some of it makes the parser warn.
+SIGNS = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"})  # typeset signs
+# Never arithmetic; some of it makes the parser warn.
 FOREIGN = re.compile(r"[\\\"'`]|(?<![A-Za-z_])(and|else|for|if|in|is|not|or)(?![A-Za-z_])")
 EXPONENT = re.compile(r"[eE][+-]?0*(\d{4,})")
 
 
 def calculator() -> Tool:
-    """Make the tool "calculator"."""
+    """The tool "calculator"."""
     return tool(calculate, name="calculator", pure=True)
 
 
@@ -47,8 +47,8 @@ def calculate(expression: str) -> str:
 
     expression: for example "(12.5 - 3) * 4 / 7"
     """
-    if len(expression) > LONGEST:
-        raise ToolError(f"The expression has {len(expression)} characters, but may have {LONGEST}.")
+    if len(expression) > MAX_CHARS:
+        raise ToolError(f"The expression has {len(expression)} characters, but may have {MAX_CHARS}.")
     source = " ".join(expression.translate(SIGNS).split())
     if not source:
         raise ToolError("The expression is empty.")
@@ -75,7 +75,7 @@ def calculate(expression: str) -> str:
 
 
 def _show(value: Number) -> str:
-    """Print a number: an integer where it is whole, else at most 12 significant digits."""
+    """Print a number: as an integer if it is whole, else with at most 12 significant digits."""
     if isinstance(value, float):
         if value.is_integer() and abs(value) < 10**SIGNIFICANT:
             return str(int(value))
@@ -91,8 +91,8 @@ def _show(value: Number) -> str:
 
 
 def _value(node: ast.expr, source: str, depth: int) -> Number:
-    """Compute a part of the expression."""
-    if depth > DEEPEST:
+    """Value of a part of the expression."""
+    if depth > MAX_DEPTH:
         raise ToolError("The expression is nested too deeply.")
     if isinstance(node, ast.Constant):
         return _literal(node, source)
@@ -109,7 +109,7 @@ def _value(node: ast.expr, source: str, depth: int) -> Number:
 
 
 def _chain(node: ast.expr, source: str, depth: int) -> Number:
-    """Compute `a + b - c ...`: the tree leans to the left as far as the chain is long."""
+    """Value of `a + b - c ...`, in a loop: the tree is as deep to the left as the chain is long."""
     steps = []
     while isinstance(node, ast.BinOp):
         if type(node.op) not in OPERATORS:
@@ -124,7 +124,7 @@ def _chain(node: ast.expr, source: str, depth: int) -> Number:
 
 
 def _literal(node: ast.Constant, source: str) -> Number:
-    """Read a number as it is written: 0.1 is one tenth."""
+    """A number as it is written: 0.1 is one tenth."""
     if isinstance(node.value, bool) or not isinstance(node.value, (int, float)):
         raise ToolError(f"{_part(node, source)!r} is no number.")
     if isinstance(node.value, int):
@@ -137,7 +137,7 @@ def _part(node: ast.expr, source: str) -> str:
 
 
 def _checked(value: Number | int | complex) -> Number:
-    """Pass a value on, unless it is too large, or no real number."""
+    """The value, unless it is too large or not a real number."""
     if isinstance(value, complex):
         raise ToolError("The expression has no real value: a root of a negative number.")
     if isinstance(value, float):
@@ -152,7 +152,7 @@ def _checked(value: Number | int | complex) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number | complex:
-    """Compute base ** exponent, once it is sure to be of a bearable size."""
+    """base ** exponent, if its size is bearable."""
     if isinstance(base, Fraction) and isinstance(exponent, Fraction):
         if exponent == Fraction(1, 2) and base >= 0:
             return _sqrt(base)
@@ -167,7 +167,7 @@ def _power(base: Number, exponent: Number) -> Number | complex:
 
 
 def _sqrt(value: Number) -> Number:
-    """Take the root; exact where it is rational."""
+    """Square root, exact if it is rational."""
     if value < 0:
         raise ToolError(f"sqrt of {_show(value)}, which is negative.")
     if isinstance(value, Fraction):
@@ -183,12 +183,12 @@ def _log(value: Number, base: Number | None = None) -> Number:
     if base is None:
         return _natural(value)
     quotient = _natural(value) / _natural(base)
-    near = round(quotient)
+    nearest = round(quotient)
     if not (isinstance(base, Fraction) and isinstance(value, Fraction)):
         return quotient
     bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - 1
-    # A power that would be too large to compute isn't said to be exact.
-    return Fraction(near) if bits * abs(near) <= BITS and base**near == value else quotient
+    # A power that would be too large to compute is not checked for exactness.
+    return Fraction(nearest) if bits * abs(nearest) <= BITS and base**nearest == value else quotient
 
 
 def _natural(value: Number) -> float:
@@ -198,7 +198,7 @@ def _natural(value: Number) -> float:
 
 
 def _round(value: Number, places: Number = Fraction(0)) -> Number:
-    """Round; halves go to the even neighbour."""
+    """Round half to even."""
     digits = _whole("round", places)
     if abs(digits) > DIGITS:
         raise ToolError(f"round takes at most {DIGITS} places.")
@@ -222,9 +222,9 @@ def _call(name: str, values: list[Number]) -> Number:
     """Call a function."""
     if name not in FUNCTIONS:
         raise ToolError(f"There is no function {name[:40]!r}; there are {', '.join(FUNCTIONS)}.")
-    function, least, most = FUNCTIONS[name]
-    if not least <= len(values) <= most:
-        takes = f"{least}" if least == most else f"at least {least}" if most == LONGEST else f"{least} or {most}"
+    function, low, high = FUNCTIONS[name]
+    if not low <= len(values) <= high:
+        takes = f"{low}" if low == high else f"at least {low}" if high == MAX_CHARS else f"{low} or {high}"
         raise ToolError(f"{name} takes {takes} argument{'s' * (takes != '1')}, not {len(values)}.")
     return _checked(function(*values))
 
@@ -242,10 +242,10 @@ FUNCTIONS: dict[str, tuple[Callable, int, int]] = {
     "sqrt": (_sqrt, 1, 1),
     "abs": (abs, 1, 1),
     "round": (_round, 1, 2),
-    "min": (min, 1, LONGEST),
-    "max": (max, 1, LONGEST),
+    "min": (min, 1, MAX_CHARS),
+    "max": (max, 1, MAX_CHARS),
     "factorial": (_factorial, 1, 1),
-    "gcd": (lambda *values: math.gcd(*(_whole("gcd", value) for value in values)), 1, LONGEST),
+    "gcd": (lambda *values: math.gcd(*(_whole("gcd", value) for value in values)), 1, MAX_CHARS),
     "log": (_log, 1, 2),
     "exp": (math.exp, 1, 1),
     "sin": (math.sin, 1, 1),

@@ -1,7 +1,7 @@
 """Questions to a frozen model as a tool: `llm`.
 
-The function that answers is injected: of an engine, a server (`generate.openai_client`), a test. Whatever it raises is
-the world's failure and not the policy's, so it keeps its deadline itself and raises when that has passed.
+The function that answers is injected: from an engine, a server (`generate.openai_client`), a test. Whatever it raises
+is the world's failure and not the policy's, so it enforces its own deadline and raises when that has passed.
 """
 
 from collections.abc import Callable
@@ -11,27 +11,30 @@ from flowgrpo.contracts import Tool
 from flowgrpo.tools.schema import tool
 from flowgrpo.tools.toolset import ToolError, ToolFailure, error_sentence
 
-LONGEST = 20_000  # characters of a question
+MAX_CHARS = 20_000  # characters of a question
 
 
-def llm(ask: Callable[[str], str], *, name: str = "llm", pure: bool = False, seconds: float = 120.0) -> Tool:
-    """Make the tool `name`, which puts a question to `ask`.
+def llm(ask: Callable[[str], str], *, name: str = "llm", pure: bool = False, timeout: float = 120.0) -> Tool:
+    """The tool `name`, which asks a frozen model.
 
-    `pure` where equal questions get equal answers (greedy decoding). `seconds` is the toolset's deadline, after which a
-    call is abandoned as an error: let that of `ask` be shorter.
+    Args:
+        ask: question -> answer.
+        name: of the tool.
+        pure: whether equal questions get equal answers (greedy decoding).
+        timeout: seconds after which the toolset abandons a call as an error; the deadline of `ask` should be shorter.
     """
-    return tool(partial(put, ask=ask), name=name, pure=pure, seconds=seconds)
+    return tool(partial(ask_model, ask=ask), name=name, pure=pure, timeout=timeout)
 
 
-def put(question: str, *, ask: Callable[[str], str]) -> str:
+def ask_model(question: str, *, ask: Callable[[str], str]) -> str:
     """Asks a language model, which knows nothing of what was said before.
 
     question: all that it needs to know to answer
     """
     if not question.strip():
         raise ToolError("The question is empty.")
-    if len(question) > LONGEST:
-        raise ToolError(f"The question has {len(question)} characters, but may have {LONGEST}.")
+    if len(question) > MAX_CHARS:
+        raise ToolError(f"The question has {len(question)} characters, but may have {MAX_CHARS}.")
     try:
         answer = ask(question)
     except ToolFailure:

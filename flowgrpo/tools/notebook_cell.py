@@ -1,6 +1,6 @@
-"""A program run in the sandbox as a notebook runs a cell: the value of its last expression is written behind a mark.
+"""Runs a program in the sandbox like a cell of a notebook: the value of its last expression is printed after a mark.
 
-Its text is what runs there (`python.py` adds the call), so it imports nothing but the standard library.
+The source of this module is what runs there (`python.py` adds the call), so it imports only the standard library.
 """
 
 import ast
@@ -10,8 +10,8 @@ import traceback
 FILE = "code.py"
 
 
-def carry_out(mark):
-    """Run `code.py`; then write the mark, and the value of the last expression where it has one."""
+def run_cell(mark):
+    """Run `code.py`; then print the mark and the value of the last expression, if it has one."""
     try:
         with open(FILE, encoding="utf-8", errors="surrogatepass", newline="") as file:
             tree = ast.parse(file.read(), FILE)
@@ -34,9 +34,9 @@ def carry_out(mark):
         _stop(error, error.__traceback__ and error.__traceback__.tb_next)
 
 
-def _stop(error, where):
-    """Write the traceback from the program's own first line on, and end as Python does."""
+def _stop(error, trace):
+    """Print the traceback from the program's own first line on, and exit as Python does."""
     sys.stdout.flush()
-    traceback.print_exception(type(error), error, where)
+    traceback.print_exception(type(error), error, trace)
     sys.stderr.flush()
     sys.exit(1)

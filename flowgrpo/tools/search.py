@@ -1,10 +1,10 @@
-"""Keyword search over a local corpus: `read_corpus` reads files of texts, `search` makes the tool of it.
+"""Keyword search over a local corpus: `read_corpus` reads text files, `search` makes a tool that searches them.
 
     search(read_corpus("wiki.jsonl")).call({"query": "capital of France"})
         [1] France: Paris is the capital of France ... (wiki.jsonl:12)
 
-BM25 (Robertson and Zaragoza, 2009) by the package bm25s, over words in lower case as they stand, without stems or stop
-words. Equal scores stand in the order of the corpus, so that equal queries give equal answers.
+BM25 (Robertson and Zaragoza, 2009) by the package bm25s, over lower-case words, without stemming or stop words. Equal
+scores are ranked in the order of the corpus, so that equal queries give equal observations.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flowgrpo.contracts import Tool
-from flowgrpo.data.task_files import json_lines
+from flowgrpo.data.task_files import read_json_lines
 from flowgrpo.files import pip_install
 from flowgrpo.tools.schema import tool
 from flowgrpo.tools.toolset import ToolError
@@ -29,7 +29,7 @@ from flowgrpo.types import BadInput
 __all__ = ["Corpus", "read_corpus", "search"]
 
 TEXTS = (".txt", ".md")
-LONGEST = 1000  # characters of a query
+MAX_CHARS = 1000  # characters of a query
 WORD = re.compile(r"\w+")
 
 
@@ -37,7 +37,7 @@ WORD = re.compile(r"\w+")
 
 
 class Document(NamedTuple):
-    """A text with its title and where it begins. A file of text has its own lines, a JSONL record lies on one."""
+    """A text with its title and where it starts. In a text file it has lines of its own, in JSONL it is on one."""
 
     title: str
     text: str
@@ -47,13 +47,13 @@ class Document(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Collection of documents to search."""
+    """Documents to search."""
 
     documents: tuple[Document, ...]
 
 
 class Passage(NamedTuple):
-    """A piece of a document, and the place that leads back to it."""
+    """A piece of a document, with its place in a file."""
 
     title: str
     text: str
@@ -70,19 +70,28 @@ def read_corpus(path: str | Path) -> Corpus:
         files = sorted(file for file in path.rglob("*") if file.suffix in (*TEXTS, ".jsonl") and file.is_file())
         if not files:
             raise BadInput(f"{path}: there is no .txt, .md or .jsonl file in this folder")
-        found = [document for file in files for document in _read(file, file.relative_to(path).as_posix())]
+        documents = [document for file in files for document in _read(file, file.relative_to(path).as_posix())]
     elif path.is_file():
-        found = list(_read(path, path.name))
+        documents = list(_read(path, path.name))
     else:
         raise BadInput(f"{path}: there is no such file or folder")
-    if not found:
-        raise BadInput(f"{path}: it holds no text; give it at least one record or paragraph")
-    return Corpus(tuple(found))
+    if not documents:
+        raise BadInput(f"{path}: it has no text; give it at least one record or paragraph")
+    return Corpus(tuple(documents))
 
 
-def passages_of(corpus: Corpus, words: int, overlap: int) -> list[Passage]:
-    """Cut the documents into pieces of at most `words` words, of which `overlap` stood in the piece before, too."""
-    return [passage for document in corpus.documents for passage in _cut(document, words, overlap)]
+def split_passages(corpus: Corpus, words: int, overlap: int) -> list[Passage]:
+    """Split the documents into passages of at most `words` words; consecutive ones share `overlap` words."""
+    passages = []
+    for document in corpus.documents:
+        matches = list(re.finditer(r"\S+", document.text))
+        line, previous = document.line, 0
+        for start in range(0, max(len(matches) - overlap, 1), words - overlap):
+            part = matches[start : start + words]
+            line += document.text.count("\n", previous, part[0].start()) * document.many_lines
+            previous = part[0].start()
+            passages.append(Passage(document.title, " ".join(word.group() for word in part), f"{document.file}:{line}"))
+    return passages
 
 
 def _read(path: Path, name: str) -> Iterator[Document]:
@@ -99,8 +108,8 @@ def _read(path: Path, name: str) -> Iterator[Document]:
 
 
 def _records(path: Path, name: str) -> Iterator[Document]:
-    """Yield a document for each line of JSONL."""
-    for place, record, number in json_lines(path, 'write {"title": ..., "text": ...}'):
+    """One document for each line of JSONL."""
+    for place, record, number in read_json_lines(path, 'write {"title": ..., "text": ...}'):
         if isinstance(record, str):
             raise BadInput(f"{place}: {record}")
         title = record.get("title") or ""
@@ -112,7 +121,7 @@ def _records(path: Path, name: str) -> Iterator[Document]:
 
 
 def _paragraphs(path: Path, name: str, text: str) -> Iterator[Document]:
-    """Yield a document for each paragraph; its title is the heading above it (Markdown), or the name of the file."""
+    """One document for each paragraph; its title is the heading above it (Markdown), or the name of the file."""
     title, lines, first = path.stem, [], 1
     for number, line in enumerate([*text.split("\n"), ""], 1):
         heading = _heading(line.strip()) if path.suffix == ".md" else ""
@@ -127,28 +136,18 @@ def _paragraphs(path: Path, name: str, text: str) -> Iterator[Document]:
 
 
 def _heading(line: str) -> str:
-    """Get the words of a Markdown heading, such as `## words ##`; "" where the line is none."""
+    """Text of a Markdown heading, such as `## words ##`; "" if the line is none."""
     words = line.lstrip("#")
     if not 1 <= len(line) - len(words) <= 6 or not words[:1].isspace():
         return ""
     return words.strip().rstrip("#").rstrip() or words.strip()
 
 
-def _cut(document: Document, words: int, overlap: int) -> Iterator[Passage]:
-    found = list(re.finditer(r"\S+", document.text))
-    line, before = document.line, 0
-    for start in range(0, max(len(found) - overlap, 1), words - overlap):
-        piece = found[start : start + words]
-        line += document.text.count("\n", before, piece[0].start()) * document.many_lines
-        before = piece[0].start()
-        yield Passage(document.title, " ".join(word.group() for word in piece), f"{document.file}:{line}")
-
-
 # The tool -----------------------------------------------------------------------------------------------
 
 
 class _Index(NamedTuple):
-    """Passages that a query is compared with, and the scorer that ranks them."""
+    """Passages and the scorer that ranks them."""
 
     passages: Sequence[Passage]
     scorer: Any  # bm25s.BM25
@@ -164,9 +163,16 @@ def search(
     b: float = 0.75,
     name: str = "search",
 ) -> Tool:
-    """Make the tool "search", which gives the `top` best passages.
+    """The tool "search", which returns the best passages of a corpus.
 
-    A passage has `chunk_words` words, of which it shares `overlap` with the one before in its document.
+    Args:
+        corpus: the documents.
+        top: number of passages that are returned.
+        chunk_words: words of a passage.
+        overlap: words that a passage shares with the one before it in the document.
+        k1: saturation of a word's count in BM25.
+        b: normalisation by length in BM25, from 0 to 1.
+        name: of the tool.
     """
     if top < 1 or chunk_words < 1 or not 0 <= overlap < chunk_words:
         raise BadInput(
@@ -174,8 +180,18 @@ def search(
             "overlap at least 0 and less than chunk_words"
         )
     if not (k1 >= 0 and 0 <= b <= 1):
-        raise BadInput(f"search: k1 is {k1} and b {b}, but k1 must be at least 0, and b lie between 0 and 1")
-    index = _index(passages_of(corpus, chunk_words, overlap), k1, b)
+        raise BadInput(f"search: k1 is {k1} and b {b}, but k1 must be at least 0, and b between 0 and 1")
+    bm25s = _import_bm25s()
+    passages = split_passages(corpus, chunk_words, overlap)
+    texts = [split_words(f"{passage.title} {passage.text}") for passage in passages]
+    vocabulary = sorted({word for text in texts for word in text})
+    if not vocabulary:
+        raise BadInput("search: the corpus has no words; give it texts")
+    id_of = {word: i for i, word in enumerate(vocabulary)}
+    scorer = bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy", csc_backend="numpy")
+    ids = [[id_of[word] for word in text] for text in texts]
+    scorer.index((ids, id_of), create_empty_token=False, show_progress=False)
+    index = _Index(passages, scorer)
     return tool(partial(find, index=index, top=top), name=name, pure=True)
 
 
@@ -184,44 +200,37 @@ def find(query: str, *, index: _Index, top: int) -> str:
 
     query: the words to look for; rare and exact words find best
     """
-    if len(query) > LONGEST:
-        raise ToolError(f"The query has {len(query)} characters, but may have {LONGEST}.")
-    known = [word for word in words_of(query) if word in index.scorer.vocab_dict]
-    if not words_of(query):
+    if len(query) > MAX_CHARS:
+        raise ToolError(f"The query has {len(query)} characters, but may have {MAX_CHARS}.")
+    indexed = [word for word in split_words(query) if word in index.scorer.vocab_dict]
+    if not split_words(query):
         raise ToolError("The query holds no words.")
-    if not known:
+    if not indexed:
         return "Nothing was found: none of these words occurs in the texts. Try other words."
-    scores = index.scorer.get_scores(known)
+    scores = index.scorer.get_scores(indexed)
     best = np.argsort(-scores, kind="stable")[:top]
-    return "\n".join(_line(rank, index.passages[number]) for rank, number in enumerate(best, 1) if scores[number] > 0)
+    lines = []
+    for rank, number in enumerate(best, 1):
+        if scores[number] > 0:
+            passage = index.passages[number]
+            title = f"{passage.title}: " if passage.title else ""
+            lines.append(f"[{rank}] {title}{passage.text} ({passage.place})")
+    return "\n".join(lines)
 
 
-def words_of(text: str) -> list[str]:
-    """Split a text into its words, in lower case."""
+def split_words(text: str) -> list[str]:
+    """The words of a text, in lower case."""
     return WORD.findall(text.lower())
 
 
-def _index(passages: Sequence[Passage], k1: float, b: float) -> _Index:
-    bm25s = _bm25s()
-    texts = [words_of(f"{passage.title} {passage.text}") for passage in passages]
-    words = sorted({word for text in texts for word in text})
-    if not words:
-        raise BadInput("search: the corpus holds no words; give it texts")
-    number = {word: i for i, word in enumerate(words)}
-    scorer = bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy", csc_backend="numpy")
-    ids = [[number[word] for word in text] for text in texts]
-    scorer.index((ids, number), create_empty_token=False, show_progress=False)
-    return _Index(passages, scorer)
-
-
-def _bm25s() -> ModuleType:
-    """Import the package without its module `selection`, which a stand-in loads where somebody asks for it.
+def _import_bm25s() -> ModuleType:
+    """The package bm25s without its module `selection`, which a stand-in loads when it is used.
 
     That module runs a JAX operation when it is imported, which would start JAX's backend before its flags are set.
     """
     if "bm25s" not in sys.modules:
         stand_in: Any = ModuleType("bm25s.selection")
-        stand_in.__getattr__ = _selection
+        stand_in.__getattr__ = _get_from_selection
         sys.modules.setdefault("bm25s.selection", stand_in)
     try:
         import bm25s
@@ -232,8 +241,8 @@ def _bm25s() -> ModuleType:
     return bm25s
 
 
-def _selection(name: str) -> Any:
-    """Load the real `bm25s.selection`, which the stand-in replaces, and get the attribute `name` from it."""
+def _get_from_selection(name: str) -> Any:
+    """The attribute `name` of the real `bm25s.selection`, which the stand-in replaces."""
     if name.startswith("__"):
         raise AttributeError(name)
     import bm25s
@@ -244,8 +253,3 @@ def _selection(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)
-
-
-def _line(rank: int, passage: Passage) -> str:
-    title = f"{passage.title}: " if passage.title else ""
-    return f"[{rank}] {title}{passage.text} ({passage.place})"

@@ -1,28 +1,36 @@
-"""Forms of a planner's action: what is written is read again, and a conversation shows calls and answers alone."""
+"""Forms of a planner's action: written actions can be parsed, and a conversation has calls and observations alone."""
 
 import json
 
 import pytest
-from agent_cases import ADD, ECHO, SCHEMAS, TEMPLATES, agent_text, ids, play, run_tools, task
+from agent_cases import ADD, ECHO, SCHEMAS, TEMPLATES, agent_text, ids, make_system, play, run_tools, task
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flowgrpo.agent.action_forms import ACTION_FORMS, CALLS, LINES, TOOL_CALLS, parse_call, parse_tool_call
-from flowgrpo.agent.rendering import appending, fresh
+from flowgrpo.agent.rendering import fresh_context, growing_context
 from flowgrpo.agent.roles import planner
-from flowgrpo.agent.state import ANSWER, AgentState, Budget, Malformed, Memory, MemoryRecord, observation_line, render
-from flowgrpo.agent.system import agent_system
-from flowgrpo.agent.tool_arguments import ANSWER_SCHEMA, arguments_of, read_object
+from flowgrpo.agent.state import (
+    ANSWER,
+    AgentState,
+    Budget,
+    Malformed,
+    Memory,
+    MemoryRecord,
+    observation_line,
+    render_memory,
+)
+from flowgrpo.agent.tool_arguments import ANSWER_SCHEMA, parse_object, to_arguments
 from flowgrpo.contracts import Result
-from flowgrpo.data.named_models import NAMED
-from flowgrpo.data.tokenizer import BREAK, PLACEHOLDER, control_ids, start
+from flowgrpo.data.named_models import NAMED_MODELS
+from flowgrpo.data.tokenizer import BREAK, PLACEHOLDER, control_ids, start_conversation
 from flowgrpo.recipes import names
 from flowgrpo.recipes.task_sets import TASK_SETS
 from flowgrpo.types import BadInput
 
 TEXT = agent_text()
 STATE = AgentState("t", "q", SCHEMAS, Budget(3, 100), "planner")
-TALKING = [form for form in ACTION_FORMS.values() if form.talks]
+TALKING = [form for form in ACTION_FORMS.values() if form.is_chat]
 WORDS = st.lists(
     st.sampled_from([*'"(){}[]\\\n :<>', "é", "\u2028", "echo(", "</tool_call>", '"a"', "5", "Tool: echo"]) | st.text()
 ).map("".join)
@@ -43,13 +51,13 @@ def reason(found) -> str:
 # Written and read ---------------------------------------------------------------------------------------
 
 
-def test_the_forms_that_flags_offer_are_those_that_there_are():
+def test_flags_offer_the_existing_forms():
     assert tuple(ACTION_FORMS) == names.ACTION_FORMS
 
 
-def test_the_sets_of_tasks_and_packaged_models_that_flags_offer_are_those_that_there_are():
+def test_flags_offer_the_existing_task_sets_and_packaged_models():
     assert {name: ",".join(task_set.tools) for name, task_set in TASK_SETS.items()} == names.TASK_SETS
-    assert tuple(NAMED) == names.PACKAGED
+    assert tuple(NAMED_MODELS) == names.PACKAGED_MODELS
 
 
 def test_each_form_writes_what_its_instructions_show():
@@ -62,7 +70,7 @@ def test_each_form_writes_what_its_instructions_show():
 
 
 @given(context=CONTEXTS, schema=st.sampled_from([ECHO, ADD, ANSWER_SCHEMA]))
-def test_a_call_is_read_as_it_was_written_whatever_the_context(context, schema):
+def test_a_written_call_parses_to_the_same_call(context, schema):
     found = CALLS.parse(STATE, CALLS.write(schema, context))
     if schema is ANSWER_SCHEMA and not context.strip():
         assert reason(found) == "the answer is empty"
@@ -71,25 +79,25 @@ def test_a_call_is_read_as_it_was_written_whatever_the_context(context, schema):
 
 
 @given(context=CONTEXTS)
-def test_a_tool_call_gives_the_tool_the_arguments_that_its_context_does(context):
+def test_a_tool_call_has_the_arguments_of_its_context(context):
     words = TOOL_CALLS.write(ECHO, context)
-    given_first = arguments_of(ECHO, context)
+    given_first = to_arguments(ECHO, context)
     found = TOOL_CALLS.parse(STATE, words)
     assert not isinstance(found, Malformed)
     assert found.tool == "echo"
     if isinstance(given_first, Malformed):  # it stands there for the tool to refuse
         given_first = {"context": context}
-    assert arguments_of(ECHO, found.context) == given_first
+    assert to_arguments(ECHO, found.context) == given_first
 
 
 @given(context=CONTEXTS)
 def test_an_answer_in_tags_is_its_text(context):
-    assume(context.strip() and read_object(context) is None)
+    assume(context.strip() and parse_object(context) is None)
     assert TOOL_CALLS.parse(STATE, TOOL_CALLS.write(ANSWER_SCHEMA, context)) == ("", ANSWER, context)
 
 
 @given(context=st.text("ab:1 \n", min_size=1).filter(lambda words: words == words.strip(" \n")))
-def test_lines_are_read_as_they_were_written_up_to_white_space_at_their_ends(context):
+def test_written_lines_parse_to_the_same_up_to_outer_white_space(context):
     assert LINES.parse(STATE, LINES.write(ECHO, context)) == ("", "echo", context)
 
 
@@ -116,7 +124,7 @@ def test_the_case_of_a_tools_name_does_not_matter(name):
         ("echo()", ""),
     ],
 )
-def test_double_quotes_around_the_whole_context_are_no_part_of_it(words, context):
+def test_double_quotes_around_the_context_are_stripped(words, context):
     found = parse_call(STATE, words)
     assert not isinstance(found, Malformed)
     assert found.context == context
@@ -125,7 +133,7 @@ def test_double_quotes_around_the_whole_context_are_no_part_of_it(words, context
 @pytest.mark.parametrize(
     "words", ["", " \n", "hi", "I call echo(hi)", "echo(hi) is what I call", "echo hi", "(hi)", "<think>echo(hi)"]
 )
-def test_A4_what_is_not_one_call_says_so(words):
+def test_A4_what_is_not_one_call_is_malformed(words):
     assert reason(parse_call(STATE, words)) == "the action is not one call, name(text)"
 
 
@@ -139,7 +147,7 @@ def test_A4_what_is_not_one_call_says_so(words):
         "answer(:)) echo(a)",
     ],
 )
-def test_A4_several_calls_are_none(words):
+def test_A4_several_calls_are_malformed(words):
     assert reason(parse_call(STATE, words)) == "the action has more than one call: write one, name(text)"
 
 
@@ -157,7 +165,7 @@ def test_a_text_may_have_parentheses_and_in_quotes_calls(words, context):
 
 
 @pytest.mark.parametrize("form", ["calls", "tool_calls"])
-def test_A4_an_unknown_tool_names_those_that_there_are(form):
+def test_A4_an_unknown_tool_is_answered_with_the_tools(form):
     words = {"calls": "browser(hi)", "tool_calls": '<tool_call>{"name": "browser", "arguments": {}}</tool_call>'}
     said = reason(ACTION_FORMS[form].parse(STATE, words[form]))
     assert said == "there is no tool 'browser'; choose one of echo, add, answer"
@@ -183,7 +191,7 @@ CALL = '{"name": "echo", "arguments": {"words": "hi"}}'
         '<tool_call>{"name": "echo", "arguments": {"words": NaN}}</tool_call>',
     ],
 )
-def test_A4_what_is_not_one_tool_call_in_tags_says_so(words):
+def test_A4_what_is_not_one_tool_call_in_tags_is_malformed(words):
     assert "the action is not one <tool_call>" in reason(parse_tool_call(STATE, words))
 
 
@@ -217,7 +225,7 @@ def test_A4_a_call_of_an_empty_answer_is_malformed(words):
 
 
 @given(words=st.text('echadnswr(){}<tool_call>/":, 1', max_size=60))
-def test_A4_whatever_is_said_is_a_choice_or_malformed(words):
+def test_A4_any_text_is_a_choice_or_malformed(words):
     for form in ACTION_FORMS.values():
         found = form.parse(STATE, words)
         assert isinstance(found, Malformed) or found.tool in {"echo", "add", ANSWER}
@@ -228,15 +236,15 @@ def test_A4_whatever_is_said_is_a_choice_or_malformed(words):
 
 def talking_env(text, form=CALLS, *, examples=(), schemas=SCHEMAS, **settings):
     role = planner(form=form, examples=examples, instructions="Do.")
-    return agent_system(text, schemas=schemas, planner=role, rendering=appending, **settings)
+    return make_system(text, schemas=schemas, planner=role, rendering=growing_context, **settings)
 
 
 def follow_up(text, content: str) -> list[int]:
     """The tokens between an action that has its stop token and the next one, as the template has them."""
     user = {"role": "user", "content": content}
     ask = {"role": "user", "content": "x"}
-    before = start(text, [ask]).tokens
-    whole = start(text, [ask, {"role": "assistant", "content": "y"}, user]).tokens
+    before = start_conversation(text, [ask]).tokens
+    whole = start_conversation(text, [ask, {"role": "assistant", "content": "y"}, user]).tokens
     said = [*text.encode("y"), text.stop_ids[-1]]
     assert list(whole[: len(before) + len(said)]) == [*before, *said]
     return list(whole[len(before) + len(said) :])
@@ -251,14 +259,14 @@ def test_the_first_prompt_is_instructions_tools_the_examples_and_the_bare_questi
     tools += 'answer(text: string) - "Give the answer and end."'
     first, *others = EXAMPLES
     messages = [{"role": "user", "content": f"Do.\n{tools}\nsay a"}, *others, {"role": "user", "content": "say b"}]
-    assert played.said[0].tokens == start(text, messages).tokens
+    assert played.said[0].tokens == start_conversation(text, messages).tokens
     assert first["content"] == "say a"
     assert list(played.said[1].tokens) == follow_up(text, "heard b")
     assert list(played.said[2].tokens) == follow_up(text, "error: the context must be a JSON object of a, b, note")
     assert played.steps[-1].output == "c"
 
 
-def test_without_examples_the_question_stands_as_data_below_the_tools_and_no_turns_are_counted():
+def test_without_examples_the_question_is_quoted_and_no_turns_are_counted():
     (message,) = planner(form=CALLS, instructions="Do.").prompt(STATE, "")
     assert message["content"].startswith("Do.\nQuestion:\n> q\nTools:\necho(words: string)")
     assert "Turns left" not in message["content"]
@@ -277,32 +285,32 @@ def test_lines_may_have_examples_too_whose_question_is_data():
 def test_a_tool_of_two_parameters_gets_the_arguments_of_a_tool_call():
     heard = []
 
-    def do(call):
+    def call_tool(call):
         heard.append((call.name, call.arguments))
         return run_tools(call)
 
     words = TOOL_CALLS.write(ADD, '{"a": 2, "b": 3}')
     answer = TOOL_CALLS.write(ANSWER_SCHEMA, "5")
-    played = play(talking_env(TEXT, TOOL_CALLS), TEXT, [words, answer], do)
+    played = play(talking_env(TEXT, TOOL_CALLS), TEXT, [words, answer], call_tool)
     assert heard == [("add", {"a": 2, "b": 3})]
     assert list(played.said[1].tokens) == follow_up(TEXT, "5")
     assert (played.steps[-1].output, played.steps[-1].error) == ("5", False)
 
 
 @pytest.mark.parametrize("form", TALKING)
-def test_a_form_that_talks_needs_a_context_that_appends(form):
-    with pytest.raises(BadInput, match="as a conversation: give rendering=appending"):
-        agent_system(TEXT, schemas=SCHEMAS, planner=planner(form=form), rendering=fresh)
+def test_a_chat_form_needs_a_growing_context(form):
+    with pytest.raises(BadInput, match="a conversation of calls and answers: give rendering=growing_context"):
+        make_system(TEXT, schemas=SCHEMAS, planner=planner(form=form), rendering=fresh_context)
 
 
-def test_what_a_tool_said_is_shortened_within_the_budget_of_the_memory():
+def test_an_observation_is_shortened_to_the_memory_budget():
     count, long = len, "x" * 500
     record = MemoryRecord(1, "", "echo", "hi", long)
     for budget in (400, 120, 60):
-        seen = render(Memory((record,)), budget=budget, count=count, write_record=observation_line)
+        seen = render_memory(Memory((record,)), budget=budget, count=count, write_record=observation_line)
         assert len(seen) <= budget
         assert "characters ...]" in seen
-    assert render(Memory((record,)), budget=10**4, count=count, write_record=observation_line) == long
+    assert render_memory(Memory((record,)), budget=10**4, count=count, write_record=observation_line) == long
     env = talking_env(TEXT, memory_tokens=150)
     played = play(env, TEXT, ["echo(hi)"], lambda _: Result(long))
     assert len(played.said[1].tokens) < 150 + 12
@@ -321,16 +329,16 @@ def test_what_a_tool_said_is_shortened_within_the_budget_of_the_memory():
         (MemoryRecord(1, "", "echo", "a", "b", stop=True), 0, "b [stop]"),
     ],
 )
-def test_an_observation_stands_as_it_is(record, level, line):
+def test_an_observation_is_not_quoted(record, level, line):
     assert observation_line(record, level, sizes=(40, 8), count=len) == line
 
 
 @pytest.mark.parametrize("form", ["calls", "tool_calls"])
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_A5_control_tokens_that_queries_and_tools_spell_are_text_in_a_conversation(style, form):
+def test_A5_control_tokens_of_queries_and_tools_are_text(style, form):
     """Every token that the tokenizer knows, in the question, the tools, the call and what it gives."""
     text, form = agent_text(style), ACTION_FORMS[form]
-    evil = "".join(sorted(text.tokenizer.get_added_vocab()))
+    evil = "".join(sorted(text.hf_tokenizer.get_added_vocab()))
     room = {"max_tokens": 400, "context_tokens": 30_000, "memory_tokens": 9000}
     odd = {**ECHO, "description": evil}
     action = ids(text, form.write(ECHO, json.dumps({"words": evil.replace("<think>", "").replace("</think>", "")})))

@@ -1,16 +1,15 @@
-"""Worked examples: the messages of tasks that are solved with the real tools, or a refusal that says what is wrong."""
+"""Worked examples: the messages of tasks that are solved with the real tools, or an error that names what is wrong."""
 
 import json
 from dataclasses import replace
 
 import pytest
-from agent_cases import ECHO, SCHEMAS, agent_text, play, run_tools
+from agent_cases import ECHO, SCHEMAS, agent_text, make_system, play, run_tools
 
 from flowgrpo.agent.action_forms import ACTION_FORMS, CALLS, LINES, TOOL_CALLS
 from flowgrpo.agent.examples import scripted_actions, worked_examples
-from flowgrpo.agent.rendering import appending
+from flowgrpo.agent.rendering import growing_context
 from flowgrpo.agent.roles import planner
-from flowgrpo.agent.system import agent_system
 from flowgrpo.contracts import Result
 from flowgrpo.tools.calculator import calculator
 from flowgrpo.tools.toolset import toolset
@@ -34,13 +33,13 @@ def says(*words: str) -> tuple[dict[str, str], ...]:
     return tuple({"role": ("user", "assistant")[n % 2], "content": content} for n, content in enumerate(words))
 
 
-def worked(tasks, form=CALLS, do=run_tools, schemas=SCHEMAS, memory_tokens=200):
-    return worked_examples(TEXT, form, tasks, do, schemas=schemas, memory_tokens=memory_tokens)
+def worked(tasks, form=CALLS, call_tool=run_tools, schemas=SCHEMAS, memory_tokens=200):
+    return worked_examples(TEXT, form, tasks, call_tool, schemas=schemas, memory_tokens=memory_tokens)
 
 
 def calculated(form, tasks=(ONE, TWO)):
     with toolset([calculator()]) as tools:
-        return worked(tasks, form, tools.do, tools.schemas)
+        return worked(tasks, form, tools.call_tool, tools.schemas)
 
 
 def test_two_tasks_as_a_conversation_of_calls_with_the_real_calculator():
@@ -80,15 +79,15 @@ def test_a_task_in_lines_shows_records_and_the_turns_that_are_left():
 def test_an_example_is_what_a_turn_of_the_planner_looks_like(form):
     """The messages of an example are those that a run shows around the same actions."""
     with toolset([calculator()]) as tools:
-        messages = worked([ONE], form, tools.do, tools.schemas)
-        env = agent_system(
+        messages = worked([ONE], form, tools.call_tool, tools.schemas)
+        env = make_system(
             TEXT,
             schemas=tools.schemas,
             planner=planner(form=form, instructions="Do.", examples=messages),
-            rendering=appending,
+            rendering=growing_context,
             turns=2,
         )
-        played = play(env, TEXT, [messages[1]["content"], messages[3]["content"]], tools.do, of=ONE)
+        played = play(env, TEXT, [messages[1]["content"], messages[3]["content"]], tools.call_tool, of=ONE)
     shown = TEXT.decode([*played.said[0].tokens, *played.sampled[0], *played.said[1].tokens, *played.sampled[1]])
     assert messages[2]["content"] in TEXT.decode(played.said[1].tokens)
     assert shown.count(messages[0]["content"]) == shown.count(messages[3]["content"]) == 2
@@ -101,7 +100,7 @@ def test_no_tasks_are_no_messages():
 
 def test_a_long_observation_is_shortened_as_in_a_run():
     task = solved([["echo", "hi"]], "5", ("5",))
-    _, _, seen, _ = worked([task], do=lambda _: Result("x" * 900), memory_tokens=200)
+    _, _, seen, _ = worked([task], call_tool=lambda _: Result("x" * 900), memory_tokens=200)
     assert len(TEXT.encode(seen["content"])) <= 200
     assert "characters ...]" in seen["content"]
 

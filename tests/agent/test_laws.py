@@ -1,4 +1,4 @@
-"""A2, A3 and A4 of the agent system: states are values, nothing leaks, and nothing that the policy says crashes."""
+"""A2, A3 and A4 of the agent system: states are values, trajectories are independent, no action of a policy raises."""
 
 import json
 import random
@@ -8,23 +8,22 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from agent_cases import SCHEMAS, agent_text, ids, plan, play, run_tools, task
+from agent_cases import SCHEMAS, agent_text, ids, make_system, plan, play, run_tools, task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowgrpo.agent import roles
-from flowgrpo.agent.rendering import appending, fresh
-from flowgrpo.agent.state import Memory, anchor, from_json, seed_of, to_json
-from flowgrpo.agent.system import agent_system
+from flowgrpo.agent.rendering import fresh_context, growing_context
+from flowgrpo.agent.state import Memory, anchor, from_json, to_json, to_seed
 from flowgrpo.contracts import Call, Result
-from flowgrpo.data.tokenizer import as_json
+from flowgrpo.data.tokenizer import to_json_line
 from flowgrpo.rollout.effects import from_json as effect_from_json
-from flowgrpo.rollout.effects import recorded, replayed
+from flowgrpo.rollout.effects import record_effects, replay_effects
 from flowgrpo.rollout.effects import to_json as effect_to_json
 from flowgrpo.types import BadInput, Status
 
 TEXT = agent_text()
-RENDERINGS = [fresh, appending]
+RENDERINGS = [fresh_context, growing_context]
 ACTIONS = st.lists(
     st.one_of(
         st.sampled_from(
@@ -40,10 +39,10 @@ ACTIONS = st.lists(
 )
 
 
-def system(rendering=fresh, **others):
+def system(rendering=fresh_context, **others):
     given = {"schemas": SCHEMAS, "turns": 4, "max_tokens": 200, "context_tokens": 4000, "rendering": rendering}
     spoken = {"verifier": roles.verifier(), "generator": roles.generator(), "analyst": roles.analyst()}
-    return agent_system(TEXT, **{**given, **spoken, **others})
+    return make_system(TEXT, **{**given, **spoken, **others})
 
 
 def world(call: Call) -> Result:
@@ -60,18 +59,18 @@ def world(call: Call) -> Result:
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
 @given(actions=ACTIONS, key=st.integers(0, 99))
-def test_A2_a_replay_from_the_record_gives_the_same_states_and_tokens_with_nothing_running(rendering, actions, key):
-    do, log = recorded(world)
+def test_A2_a_replay_gives_the_same_states_and_tokens(rendering, actions, key):
+    call_tool, log = record_effects(world)
     env = system(rendering)
-    first = play(env, TEXT, actions, do, key=key)
+    first = play(env, TEXT, actions, call_tool, key=key)
     written = [effect_from_json(json.loads(json.dumps(effect_to_json(effect)))) for effect in log]
-    again = play(system(rendering), TEXT, actions, replayed(written), key=key)
+    again = play(system(rendering), TEXT, actions, replay_effects(written), key=key)
     assert again == first
 
 
 @pytest.mark.parametrize("rendering", RENDERINGS)
 @given(actions=ACTIONS)
-def test_A2_every_state_can_be_saved_and_goes_on_from_what_was_saved(rendering, actions):
+def test_A2_every_state_can_be_saved_and_resumed(rendering, actions):
     env = system(rendering)
     played = play(env, TEXT, actions, world)
     for i, state in enumerate(played.states):
@@ -114,7 +113,7 @@ def test_A2_what_is_no_state_is_refused():
 @pytest.mark.parametrize("rendering", RENDERINGS)
 @settings(max_examples=15)
 @given(order=st.lists(st.integers(0, 7), max_size=40))
-def test_A3_nothing_of_one_trajectory_shows_in_another_however_they_interleave(rendering, order):
+def test_A3_interleaved_trajectories_are_independent(rendering, order):
     """One environment, eight trajectories, every query and observation marked: as if each had run alone."""
     env = system(rendering)
     marks = [f"m{i}{i}m" for i in range(8)]
@@ -132,7 +131,7 @@ def test_A3_nothing_of_one_trajectory_shows_in_another_however_they_interleave(r
         if (turn := len(states[i]) - 1) < len(actions[i]):
             state, step = env.step(states[i][-1], ids(TEXT, actions[i][turn]), world)
             states[i].append(state)
-            said[i] += [TEXT.decode(step.said.tokens)] if step.said else []
+            said[i] += [TEXT.decode(step.observation.tokens)] if step.observation else []
     for i, mark in enumerate(marks):
         assert states[i] == alone[i].states[: len(states[i])]
         everything = " ".join([*said[i], *(json.dumps(to_json(state)) for state in states[i])])
@@ -140,8 +139,8 @@ def test_A3_nothing_of_one_trajectory_shows_in_another_however_they_interleave(r
         assert not [other for other in marks if other != mark and other in everything]
 
 
-def test_A3_trajectories_in_threads_are_as_if_each_had_run_alone():
-    env = system(appending)
+def test_A3_trajectories_in_threads_are_independent():
+    env = system(growing_context)
 
     def episode(i: int):
         return play(env, TEXT, [plan("echo", f"m{i} {t}") for t in range(4)], world, of=task(f"what is m{i}?"), key=i)
@@ -187,12 +186,12 @@ def test_A4_a_bad_action_is_a_turn_with_an_error_observation(name, rendering):
     (record,) = state.memory.records
     assert record.error
     assert record.observation
-    assert f"error: {as_json(record.observation)}" in played.prompts(TEXT)[1]
+    assert f"error: {to_json_line(record.observation)}" in played.prompts(TEXT)[1]
     assert (played.steps[1].output, played.steps[1].error) == ("5", False)
 
 
 @given(actions=st.lists(st.lists(st.integers(0, TEXT.vocab_size + 50), max_size=12), max_size=6))
-def test_A4_whatever_ids_are_sampled_the_episode_goes_on_to_its_end(actions):
+def test_A4_an_episode_ends_whatever_ids_are_sampled(actions):
     for rendering in RENDERINGS:
         played = play(system(rendering), TEXT, [*actions, "", "", "", ""], world)
         assert len(played.steps) <= 4
@@ -206,9 +205,9 @@ def test_A4_whatever_ids_are_sampled_the_episode_goes_on_to_its_end(actions):
 )
 def test_A4_a_query_and_an_observation_may_hold_anything(words, rendering):
     env = system(rendering, verifier=roles.rule_verifier, generator=roles.rule_generator, analyst=None)
-    do = lambda call: Result(words, error=call.arguments["words"] == "no")  # noqa: E731
+    call_tool = lambda call: Result(words, error=call.arguments["words"] == "no")  # noqa: E731
     actions = [plan("echo", "yes"), plan("echo", "no"), plan("answer", "5")]
-    played = play(env, TEXT, actions, do, of=task(f"is it {words[:200]}?"))
+    played = play(env, TEXT, actions, call_tool, of=task(f"is it {words[:200]}?"))
     assert [step.error for step in played.steps] == [False, True, False]
     assert played.steps[-1].output == "5"
     assert from_json(json.loads(json.dumps(to_json(played.states[-1])))) == played.states[-1]
@@ -220,11 +219,11 @@ def test_A4_a_query_and_an_observation_may_hold_anything(words, rendering):
 def test_keys_of_every_kind_become_integers():
     key = jax.random.fold_in(jax.random.key(3), 4)
     data = jax.random.key_data(key)
-    assert seed_of(key) == seed_of(data) == seed_of(np.asarray(data)) == tuple(int(i) for i in data)
-    assert (seed_of(7), seed_of((1, 2)), seed_of([3])) == ((7,), (1, 2), (3,))
+    assert to_seed(key) == to_seed(data) == to_seed(np.asarray(data)) == tuple(int(i) for i in data)
+    assert (to_seed(7), to_seed((1, 2)), to_seed([3])) == ((7,), (1, 2), (3,))
     for wrong in (0.5, "a", None, [1.0]):
         with pytest.raises(BadInput, match="must be a key of JAX or integers"):
-            seed_of(wrong)
+            to_seed(wrong)
 
 
 def test_anchors_are_equal_where_query_and_memory_are_whatever_the_key():

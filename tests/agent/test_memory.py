@@ -1,4 +1,4 @@
-"""Memory: what is shown of it never exceeds its budget, and the newest stays whole longest."""
+"""Memory: its text never exceeds the budget, and the newest record stays whole longest."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgrpo.agent.state import Memory, MemoryRecord, render, shorten
+from flowgrpo.agent.state import Memory, MemoryRecord, render_memory, shorten
 
 WORDS = st.text("ab 1\n\r\u2028é世", max_size=60)
 RECORDS = st.builds(
@@ -25,11 +25,11 @@ def memory(*observations: str) -> Memory:
 
 
 @pytest.mark.parametrize("name", COUNTS)
-@given(records=st.lists(RECORDS, max_size=8), budget=st.integers(-1, 300), each=st.none() | st.integers(0, 300))
-def test_what_is_shown_never_exceeds_the_budget(name, records, budget, each):
-    shown = render(Memory(tuple(records)), budget=budget, count=COUNTS[name], each=each)
+@given(records=st.lists(RECORDS, max_size=8), budget=st.integers(-1, 300), limit=st.none() | st.integers(0, 300))
+def test_what_is_shown_never_exceeds_the_budget(name, records, budget, limit):
+    shown = render_memory(Memory(tuple(records)), budget=budget, count=COUNTS[name], max_field_tokens=limit)
     assert COUNTS[name](shown) <= max(budget, 0)
-    assert shown == render(Memory(tuple(records)), budget=budget, count=COUNTS[name], each=each)
+    assert shown == render_memory(Memory(tuple(records)), budget=budget, count=COUNTS[name], max_field_tokens=limit)
 
 
 def test_records_are_one_line_each_where_they_are_short():
@@ -40,7 +40,7 @@ def test_records_are_one_line_each_where_they_are_short():
         MemoryRecord(4, "", "add", {"a": "é"}, "b is missing", error=True),
         MemoryRecord(5, "", "now", {}, 'a\n5. calculator("1") -> "1"', stop=True),
     )
-    assert render(Memory(records), budget=1000, count=len) == (
+    assert render_memory(Memory(records), budget=1000, count=len) == (
         '1. calculator("2*3") -> "6"\n'
         '2. "look it up": search("boiling point") -> "100 °C" [continue: "Fahrenheit is asked for"]\n'
         "3. error: \"there is no tool 'browser'\"\n"
@@ -49,9 +49,12 @@ def test_records_are_one_line_each_where_they_are_short():
     )
 
 
-def test_the_older_give_way_first_their_middle_then_the_observation_then_the_record():
+def test_older_records_are_shortened_before_newer_ones():
     observations = ["a" * 300, "b" * 300, "c" * 300]
-    seen = [render(memory(*observations), budget=budget, count=len, each=400) for budget in range(1000, 0, -1)]
+    seen = [
+        render_memory(memory(*observations), budget=budget, count=len, max_field_tokens=400)
+        for budget in range(1000, 0, -1)
+    ]
     kinds = []
     for shown in seen:
         kind = tuple(
@@ -79,19 +82,19 @@ def test_the_older_give_way_first_their_middle_then_the_observation_then_the_rec
 
 
 def test_a_short_observation_is_not_replaced_by_longer_words():
-    shown = render(memory(*["6"] * 30), budget=200, count=len)
+    shown = render_memory(memory(*["6"] * 30), budget=200, count=len)
     assert "..." not in shown
     assert shown.endswith('30. echo("call 30") -> "6"')
 
 
 def test_a_single_observation_is_bounded():
-    shown = render(memory("x" * 10**6, "6"), budget=1000, count=len)
+    shown = render_memory(memory("x" * 10**6, "6"), budget=1000, count=len)
     assert 450 <= shown.count("x") <= 500
     assert shown.endswith('2. echo("call 2") -> "6"')
     assert re.search(r'x" \[\.\.\. \d+ characters \.\.\.\] "x', shown)
 
 
-def test_counting_costs_little_whatever_a_tool_said():
+def test_counting_tokens_is_cheap_for_any_observation():
     """The texts that are counted are bounded by the budget, not by the observation."""
     counted = []
 
@@ -99,7 +102,7 @@ def test_counting_costs_little_whatever_a_tool_said():
         counted.append(len(string))
         return len(string.split())
 
-    render(memory("word " * 10**6, "x" * 10**6, "6"), budget=100, count=count)
+    render_memory(memory("word " * 10**6, "x" * 10**6, "6"), budget=100, count=count)
     assert max(counted) <= 100 * 16
     assert len(counted) < 200
 

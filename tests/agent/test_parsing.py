@@ -1,14 +1,14 @@
-"""Parsing of roles' words: lenient in case and spaces, strict in substance; what can't be read has a reason (A4)."""
+"""Parsing of roles' words: lenient in case and spaces, strict in substance; malformed text has a reason (A4)."""
 
 import pytest
 from agent_cases import ADD, ECHO, SCHEMAS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgrpo.agent.action_forms import parse_lines, spoken
-from flowgrpo.agent.roles import parse_arguments, parse_verdict, parse_words
+from flowgrpo.agent.action_forms import parse_lines, strip_thoughts
+from flowgrpo.agent.roles import parse_arguments, parse_text, parse_verdict
 from flowgrpo.agent.state import AgentState, Budget, Malformed, PlannerChoice, Verdict
-from flowgrpo.agent.tool_arguments import arguments_of, command_of, read_object
+from flowgrpo.agent.tool_arguments import parse_object, to_arguments, to_command
 
 STATE = AgentState("t", "q", SCHEMAS, Budget(3, 100), "planner")
 DEEP = '{"a": ' * 30_000 + "1" + "}" * 30_000
@@ -30,7 +30,7 @@ DEEP = '{"a": ' * 30_000 + "1" + "}" * 30_000
         ("Tool: ANSWER\nContext: 5", PlannerChoice("", "answer", "5")),
     ],
 )
-def test_a_plan_is_read(words, found):
+def test_a_plan_is_parsed(words, found):
     assert parse_lines(STATE, words) == found
 
 
@@ -51,18 +51,18 @@ def test_a_plan_is_read(words, found):
         ("Tool: answer\nContext: \n ", "the answer is empty"),
     ],
 )
-def test_A4_a_plan_that_cannot_be_read_says_why(words, reason):
+def test_A4_a_malformed_plan_has_a_reason(words, reason):
     found = parse_lines(STATE, words)
     assert isinstance(found, Malformed)
     assert reason in found.reason
 
 
 @given(st.text("toolcnexsubga:\n -<think>/{}\"'", max_size=80))
-def test_A4_whatever_is_said_is_a_value_or_malformed(words):
+def test_A4_any_text_is_a_value_or_malformed(words):
     assert isinstance(parse_lines(STATE, words), PlannerChoice | Malformed)
     assert isinstance(parse_arguments(STATE, words), dict | Malformed)
     assert isinstance(parse_verdict(STATE, words), Verdict | Malformed)
-    assert isinstance(parse_words(STATE, words), str | Malformed)
+    assert isinstance(parse_text(STATE, words), str | Malformed)
 
 
 def test_a_long_unknown_name_is_not_repeated_in_full():
@@ -82,7 +82,7 @@ def test_a_long_unknown_name_is_not_repeated_in_full():
         ("{}", {}),
     ],
 )
-def test_arguments_are_read(words, found):
+def test_arguments_are_parsed(words, found):
     assert parse_arguments(STATE, words) == found
 
 
@@ -91,11 +91,11 @@ def test_arguments_are_read(words, found):
 )
 def test_A4_arguments_that_are_no_json_object_are_malformed(words):
     assert isinstance(parse_arguments(STATE, words), Malformed)
-    assert read_object(words) is None
+    assert parse_object(words) is None
 
 
 def test_arguments_hold_valid_unicode_only():
-    assert read_object('{"a\\ud800": ["\\udfff", "é\\ufdd0"]}') == {"a?": ["?", "é"]}
+    assert parse_object('{"a\\ud800": ["\\udfff", "é\\ufdd0"]}') == {"a?": ["?", "é"]}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_arguments_hold_valid_unicode_only():
     ],
 )
 def test_the_context_is_a_json_object_or_the_only_text(schema, context, found):
-    assert arguments_of(schema, context) == found
+    assert to_arguments(schema, context) == found
 
 
 @pytest.mark.parametrize(
@@ -125,16 +125,16 @@ def test_the_context_is_a_json_object_or_the_only_text(schema, context, found):
     ],
 )
 def test_A4_a_context_that_fits_no_argument_says_what_is_needed(schema, context, reason):
-    found = arguments_of(schema, context)
+    found = to_arguments(schema, context)
     assert isinstance(found, Malformed)
     assert reason in found.reason
 
 
-def test_a_command_is_the_only_text_or_a_copy_of_the_arguments_in_valid_unicode():
+def test_a_command_is_the_only_text_or_a_copy():
     some = {"a": [1], "é": "x\ud800"}
     for arguments, command in [({"words": "2*3"}, "2*3"), (some, {"a": [1], "é": "x?"}), ({}, {})]:
-        assert command_of(arguments) == command
-    assert command_of(some)["a"] is not some["a"]
+        assert to_command(arguments) == command
+    assert to_command(some)["a"] is not some["a"]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_command_is_the_only_text_or_a_copy_of_the_arguments_in_valid_unicode(
         ("We can't stop here.\nCONTINUE", Verdict(False, "We can't stop here.")),
     ],
 )
-def test_a_verdict_is_read(words, found):
+def test_a_verdict_is_parsed(words, found):
     assert parse_verdict(STATE, words) == found
 
 
@@ -158,13 +158,13 @@ def test_a_verdict_is_read(words, found):
     ["", "yes", "I would stop", "STOPPED", "STOP\nCONTINUE", "<think>STOP", "x" + "\n" * 100_000 + "y"],
     ids=lambda words: repr(words[:16]),
 )
-def test_a_verdict_that_is_none_is_malformed(words):
+def test_a_text_without_a_verdict_is_malformed(words):
     assert isinstance(parse_verdict(STATE, words), Malformed)
 
 
-def test_thoughts_are_no_words():
-    assert spoken("<think>a</think>b") == "b"
-    assert spoken("a</think>b</think>c") == "c"
-    assert spoken("<think>a</think>b<think>c") == ""
-    assert parse_words(STATE, "<think>a</think>\n b \n") == "b"
-    assert isinstance(parse_words(STATE, "<think>a</think>\n"), Malformed)
+def test_thoughts_are_stripped():
+    assert strip_thoughts("<think>a</think>b") == "b"
+    assert strip_thoughts("a</think>b</think>c") == "c"
+    assert strip_thoughts("<think>a</think>b<think>c") == ""
+    assert parse_text(STATE, "<think>a</think>\n b \n") == "b"
+    assert isinstance(parse_text(STATE, "<think>a</think>\n"), Malformed)

@@ -1,37 +1,36 @@
-"""The agent system: who speaks when, how an episode ends, and what is counted."""
+"""The agent system: which role acts when, how an episode ends, and which errors are counted."""
 
 import pytest
-from agent_cases import ADD, ECHO, SCHEMAS, agent_text, ids, plan, play, run_tools, task
+from agent_cases import ADD, ECHO, SCHEMAS, agent_text, ids, make_system, plan, play, run_tools, task
 
 from flowgrpo.agent import roles
-from flowgrpo.agent.rendering import appending, fresh
-from flowgrpo.agent.system import agent_system
+from flowgrpo.agent.rendering import fresh_context, growing_context
 from flowgrpo.agent.tool_arguments import signature
 from flowgrpo.contracts import Call, Result
-from flowgrpo.rollout.effects import recorded
+from flowgrpo.rollout.effects import record_effects
 from flowgrpo.types import BadInput, Status
 
 TEXT = agent_text()
 
 
 def system(**settings):
-    return agent_system(TEXT, **{"schemas": SCHEMAS, "max_tokens": 400, "context_tokens": 6000, **settings})
+    return make_system(TEXT, **{"schemas": SCHEMAS, "max_tokens": 400, "context_tokens": 6000, **settings})
 
 
 def speaking(**words):
     """Tools, and roles that say `words`: a text, a `Result`, or a list of them, one after the other."""
     said = {name: iter(value) if isinstance(value, list) else None for name, value in words.items()}
 
-    def do(call: Call) -> Result:
+    def call_tool(call: Call) -> Result:
         if call.kind == "tool":
             return run_tools(call)
         one = next(said[call.name]) if said[call.name] else words[call.name]
         return one if isinstance(one, Result) else Result(one)
 
-    return do
+    return call_tool
 
 
-@pytest.mark.parametrize("rendering", [fresh, appending])
+@pytest.mark.parametrize("rendering", [fresh_context, growing_context])
 def test_a_tool_is_called_and_the_answer_ends_the_episode(rendering):
     env = system(rendering=rendering)
     played = play(env, TEXT, [plan("echo", "hi"), plan("add", '{"a": 2, "b": 3}', "the sum"), plan("answer", "5")])
@@ -41,20 +40,22 @@ def test_a_tool_is_called_and_the_answer_ends_the_episode(rendering):
         ("", False, True),
     ]
     last = played.steps[-1]
-    assert (last.output, last.status, last.said) == ("5", Status.FINISHED, None)
+    assert (last.output, last.status, last.observation) == ("5", Status.FINISHED, None)
     prompts = played.prompts(TEXT)
     assert '1. echo("hi") -> "heard hi"\n' in prompts[1]
     assert '2. "the sum": add({"a": 2, "b": 3}) -> "5"\n' in prompts[2]
-    assert ("1. echo" in prompts[2]) == (rendering is fresh)
+    assert ("1. echo" in prompts[2]) == (rendering is fresh_context)
     assert [f"Turns left: {3 - i}" in prompt for i, prompt in enumerate(prompts)] == [True] * 3
-    assert [prompt.count("what is 2 + 3?") for prompt in prompts] == ([1, 1, 1] if rendering is fresh else [1, 0, 0])
-    assert [said.appends for said in played.said] == [rendering is appending] * 3
+    assert [prompt.count("what is 2 + 3?") for prompt in prompts] == (
+        [1, 1, 1] if rendering is fresh_context else [1, 0, 0]
+    )
+    assert [said.extends_context for said in played.said] == [rendering is growing_context] * 3
 
 
-def test_the_limit_of_turns_ends_it_and_the_generator_still_speaks():
+def test_at_the_turn_limit_the_generator_still_answers():
     generator = roles.generator()
     env = system(turns=2, generator=generator)
-    assert env.turns == 2
+    assert env.max_turns == 2
     played = play(env, TEXT, [plan("echo", "hi"), plan("echo", "ho")], speaking(generator="it is 5"))
     assert (played.steps[-1].output, played.steps[-1].status) == ("it is 5", Status.TURN_LIMIT)
     bare = play(system(turns=1), TEXT, ["nonsense"])
@@ -62,9 +63,9 @@ def test_the_limit_of_turns_ends_it_and_the_generator_still_speaks():
 
 
 def test_the_verifier_stops_and_its_reason_is_remembered():
-    do = speaking(verifier=["CONTINUE: not yet", "STOP: enough"], generator="done")
+    call_tool = speaking(verifier=["CONTINUE: not yet", "STOP: enough"], generator="done")
     env = system(verifier=roles.verifier(), generator=roles.generator())
-    played = play(env, TEXT, [plan("echo", "hi"), plan("echo", "ho"), plan("echo", "no more")], do)
+    played = play(env, TEXT, [plan("echo", "hi"), plan("echo", "ho"), plan("echo", "no more")], call_tool)
     assert len(played.steps) == 2
     assert '-> "heard hi" [continue: "not yet"]' in played.prompts(TEXT)[1]
     verdicts = [(record.stop, record.reason) for record in played.states[-1].memory.records]
@@ -72,19 +73,19 @@ def test_the_verifier_stops_and_its_reason_is_remembered():
     assert (played.steps[-1].output, played.steps[-1].status) == ("done", Status.FINISHED)
 
 
-def test_the_verifiers_stop_in_the_last_turn_is_an_end_of_its_own():
+def test_a_stop_in_the_last_turn_is_no_turn_limit():
     played = play(
         system(turns=1, verifier=roles.verifier()), TEXT, [plan("echo", "hi")], speaking(verifier="STOP: enough")
     )
     assert (played.steps[-1].status, played.steps[-1].output) == (Status.FINISHED, "")
 
 
-def test_frozen_roles_see_what_they_need():
-    do, log = recorded(
+def test_prompts_of_frozen_roles_have_what_they_need():
+    call_tool, log = record_effects(
         speaking(analyst="look closely", executor='{"words": "hi"}', verifier="CONTINUE", generator="5!")
     )
     spoken = {name: getattr(roles, name)() for name in ("analyst", "executor", "verifier", "generator")}
-    played = play(system(**spoken), TEXT, [plan("echo", "greet", "be kind"), plan("answer", "five")], do)
+    played = play(system(**spoken), TEXT, [plan("echo", "greet", "be kind"), plan("answer", "five")], call_tool)
     asked = {effect.call.name: effect.call for effect in log}
     assert list(asked) == ["analyst", "executor", "echo", "verifier", "generator"]
     content = {name: call.arguments["messages"][0]["content"] for name, call in asked.items() if call.kind == "role"}
@@ -99,10 +100,12 @@ def test_frozen_roles_see_what_they_need():
     assert len({effect.call.seed for effect in log}) == len(log)
 
 
-def test_nonsense_of_frozen_roles_has_a_rule_and_is_counted():
-    do = speaking(analyst=" ", executor=["no idea", '{"words": "hi"}'], verifier="perhaps", generator="<think>hm")
+def test_malformed_text_of_frozen_roles_is_a_counted_lapse():
+    call_tool = speaking(
+        analyst=" ", executor=["no idea", '{"words": "hi"}'], verifier="perhaps", generator="<think>hm"
+    )
     spoken = {name: getattr(roles, name)() for name in ("analyst", "executor", "verifier", "generator")}
-    played = play(system(turns=2, **spoken), TEXT, [plan("echo", "a"), plan("echo", "b")], do)
+    played = play(system(turns=2, **spoken), TEXT, [plan("echo", "a"), plan("echo", "b")], call_tool)
     state = played.states[-1]
     assert [(step.tool, step.error) for step in played.steps] == [("", True), ("echo", False)]
     assert [record.observation for record in state.memory.records] == ["the arguments are no JSON object", "heard hi"]
@@ -111,9 +114,9 @@ def test_nonsense_of_frozen_roles_has_a_rule_and_is_counted():
     assert [lapse.role for lapse in state.lapses] == ["analyst", "executor", "verifier", "generator"]
 
 
-def test_an_error_of_a_frozen_role_is_its_nonsense():
-    do = speaking(verifier=Result("the prompt is too long", error=True))
-    played = play(system(verifier=roles.verifier()), TEXT, [plan("echo", "hi"), plan("answer", "5")], do)
+def test_an_error_of_a_frozen_role_is_a_lapse():
+    call_tool = speaking(verifier=Result("the prompt is too long", error=True))
+    played = play(system(verifier=roles.verifier()), TEXT, [plan("echo", "hi"), plan("answer", "5")], call_tool)
     assert [step.error for step in played.steps] == [False, False]
     assert played.states[-1].lapses == (("verifier", "the prompt is too long"),)
 
@@ -129,14 +132,14 @@ def test_a_failure_outside_ends_the_trajectory_and_does_not_count():
         False,
     )
     assert played.states[-1].reason == "echo: the server is down"
-    do = speaking(verifier=Result("", failure="no answer within 60 s"))
-    failed = play(system(verifier=roles.verifier()), TEXT, [plan("echo", "hi")], do)
+    call_tool = speaking(verifier=Result("", failure="no answer within 60 s"))
+    failed = play(system(verifier=roles.verifier()), TEXT, [plan("echo", "hi")], call_tool)
     assert failed.steps[-1].status == Status.TOOL_FAILURE
     assert failed.states[-1].reason == "verifier: no answer within 60 s"
 
 
-@pytest.mark.parametrize("rendering", [fresh, appending])
-def test_what_is_over_before_the_policy_speaks_ends_with_any_action(rendering):
+@pytest.mark.parametrize("rendering", [fresh_context, growing_context])
+def test_an_episode_over_before_the_policy_acts_ends_with_any_action(rendering):
     """`reset` has no way to end an episode: it gives the prompt that would have come, and any step ends the episode."""
     env = system(analyst=roles.analyst(), rendering=rendering)
     played = play(env, TEXT, [plan("echo", "down")], speaking(analyst=Result("", failure="down")))
@@ -155,16 +158,16 @@ def test_a_verifier_whose_planner_answers_at_once_is_shown_the_answer():
 
 
 def test_any_role_can_be_trained():
-    do = speaking(planner=[plan("echo", "a"), "nonsense", plan("echo", "b")], generator="5")
+    call_tool = speaking(planner=[plan("echo", "a"), "nonsense", plan("echo", "b")], generator="5")
     env = system(
         trained=("executor", "verifier"),
         executor=roles.executor(),
         verifier=roles.verifier(),
         generator=roles.generator(),
     )
-    assert env.turns == 6
+    assert env.max_turns == 6
     words = ['{"words": "hi"}', "CONTINUE", '{"words": "ho"}', "STOP"]
-    played = play(env, TEXT, words, do)
+    played = play(env, TEXT, words, call_tool)
     assert [(step.tool, step.error) for step in played.steps] == [
         ("echo", False),
         ("", True),
@@ -177,7 +180,7 @@ def test_any_role_can_be_trained():
     assert [lapse.role for lapse in played.states[-1].lapses] == ["planner"]
 
 
-@pytest.mark.parametrize("rendering", [fresh, appending])
+@pytest.mark.parametrize("rendering", [fresh_context, growing_context])
 @pytest.mark.parametrize("name", ["analyst", "planner", "executor", "verifier", "generator"])
 def test_each_role_can_be_the_only_one_that_is_trained(name, rendering):
     words = {
@@ -190,15 +193,15 @@ def test_each_role_can_be_the_only_one_that_is_trained(name, rendering):
     spoken = {role: getattr(roles, role)() for role in words}
     env = system(trained=(name,), rendering=rendering, **spoken)
     played = play(env, TEXT, [words[name]] * 3, speaking(**words))
-    assert len(played.steps) == env.turns == (1 if name in ("analyst", "generator") else 3)
+    assert len(played.steps) == env.max_turns == (1 if name in ("analyst", "generator") else 3)
     assert (played.steps[-1].output, played.steps[-1].status) == ("5", Status.TURN_LIMIT)
     assert played.states[-1].lapses == ()
     assert not any(step.error for step in played.steps)
 
 
-def test_a_trained_generator_that_is_cut_is_scored_as_it_stands():
+def test_a_cut_answer_of_a_trained_generator_is_scored():
     env = system(trained=("planner", "generator"), generator=roles.generator())
-    assert env.turns == 4
+    assert env.max_turns == 4
     played = play(env, TEXT, [plan("answer", "5"), ids(TEXT, "the sum is", end=False)])
     last = played.steps[-1]
     assert (last.output, last.status, last.error, last.done) == ("the sum is", Status.TOKEN_LIMIT, True, True)
@@ -211,9 +214,12 @@ def test_a_trained_generator_that_is_cut_is_scored_as_it_stands():
         ({"trained": "planner"}, "must be a list"),
         ({"trained": ("critic",)}, "'critic' can't be trained"),
         ({"trained": ("verifier",)}, "fill it with a Role"),
-        ({"trained": ("planner", "verifier"), "verifier": roles.verifier(), "rendering": appending}, "render it fresh"),
-        ({"verifier": roles.generator()}, "a Role or a Rule of that name"),
-        ({"executor": run_tools}, "a Role or a Rule of that name"),
+        (
+            {"trained": ("planner", "verifier"), "verifier": roles.verifier(), "rendering": growing_context},
+            "give rendering=fresh_context",
+        ),
+        ({"verifier": roles.generator()}, "a Role or a ScriptedRole of that name"),
+        ({"executor": run_tools}, "a Role or a ScriptedRole of that name"),
         ({"turns": 0}, "turns=0"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"context_tokens": 400}, "context_tokens above max_tokens"),
@@ -230,7 +236,7 @@ def test_settings_that_cannot_work_are_refused(settings, words):
         system(**settings)
 
 
-def test_the_planners_words_are_replaceable_and_its_prompt_is_compact():
+def test_the_planners_instructions_can_be_replaced():
     env = system(planner=roles.planner(instructions="Plan.", describe=signature))
     played = play(env, TEXT, [], of=task("2 + 3?"))
     assert played.prompts(TEXT)[0].endswith(

@@ -1,4 +1,4 @@
-"""A5 of the agent system: sampled ids stand as they are, prefixes are exact, data ends no prompt, prompts fit."""
+"""A5 of the agent system: sampled ids are kept, prefixes are exact, data ends no prompt, prompts fit."""
 
 import json
 import random
@@ -6,19 +6,17 @@ import re
 from dataclasses import replace
 
 import pytest
-from agent_cases import ECHO, SCHEMAS, TEMPLATES, agent_text, ids, plan, play, run_tools, task
+from agent_cases import ECHO, SCHEMAS, TEMPLATES, agent_text, ids, make_system, plan, play, run_tools, task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_judge import sly_text
 from tokenizer_cases import render
 
 from flowgrpo.agent import roles
-from flowgrpo.agent.rendering import appending, fresh
-from flowgrpo.agent.system import agent_system
+from flowgrpo.agent.rendering import fresh_context, growing_context
 from flowgrpo.agent.tool_arguments import signature
 from flowgrpo.contracts import Call, Result
-from flowgrpo.data.tokenizer import add_messages
-from flowgrpo.data.tokenizer import start as start_conversation
+from flowgrpo.data.tokenizer import add_messages, start_conversation
 from flowgrpo.types import Status
 
 WORDS = ("the capital of France", "2*3", "é世", "  x\n y", "<|im_end|>", "</s>", "[INST]", "<eos>", "<think>", "{}")
@@ -48,19 +46,21 @@ def converse(text, style: str, seed: int) -> int:
     sampled, query = actions(text, luck), " ".join(luck.choices(WORDS, k=3))
     budget = {"turns": 8, "max_tokens": 400, "context_tokens": 20_000}
     spoken = {"schemas": SCHEMAS, "planner": roles.planner(instructions="Plan."), **budget}
-    apart = play(agent_system(text, **spoken), text, sampled, of=task(query))
-    together = play(agent_system(text, rendering=appending, **spoken), text, sampled, of=task(query))
+    apart = play(make_system(text, **spoken), text, sampled, of=task(query))
+    together = play(make_system(text, rendering=growing_context, **spoken), text, sampled, of=task(query))
     assert together.sampled == apart.sampled == sampled
-    assert [step._replace(said=None) for step in together.steps] == [step._replace(said=None) for step in apart.steps]
+    assert [step._replace(observation=None) for step in together.steps] == [
+        step._replace(observation=None) for step in apart.steps
+    ]
 
-    assert not any(said.appends for said in apart.said)
+    assert not any(said.extends_context for said in apart.said)
     for state, said in zip(apart.states, apart.said, strict=True):
         (message,) = roles.planner(instructions="Plan.").prompt(state, _memory_in(text, said.tokens))
         assert list(said.tokens) == list(start_conversation(_guarded(text), [message]).tokens)
 
     tokens, chosen = [], []
     for i, said in enumerate(together.said):
-        assert said.appends
+        assert said.extends_context
         talk = together.states[i].conversation
         tokens, chosen = tokens + list(said.tokens), chosen + [False] * len(said.tokens)
         assert (list(talk.tokens), list(talk.chosen)) == (tokens, chosen)
@@ -71,7 +71,7 @@ def converse(text, style: str, seed: int) -> int:
 
 
 def _guarded(text):
-    added = text.tokenizer.get_added_vocab()
+    added = text.hf_tokenizer.get_added_vocab()
     return replace(text, special=re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True)))))
 
 
@@ -82,7 +82,7 @@ def _memory_in(text, tokens) -> str:
 
 
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_A5_what_was_sampled_stands_and_prefixes_are_exact(style):
+def test_A5_sampled_ids_are_kept_and_prefixes_are_exact(style):
     odd = sum(converse(agent_text(style), style, seed) for seed in range(25))
     assert odd > 25
 
@@ -90,8 +90,8 @@ def test_A5_what_was_sampled_stands_and_prefixes_are_exact(style):
 @pytest.mark.parametrize("style", TEMPLATES)
 def test_A5_a_fresh_prompt_is_what_the_template_gives(style):
     text = agent_text(style)
-    for rendering in (fresh, appending):
-        played = play(agent_system(text, schemas=SCHEMAS, rendering=rendering), text, [plan("echo", "the capital")])
+    for rendering in (fresh_context, growing_context):
+        played = play(make_system(text, schemas=SCHEMAS, rendering=rendering), text, [plan("echo", "the capital")])
         content = roles.planner().prompt(played.states[0], "")
         assert list(played.said[0].tokens) == render(text, content)
 
@@ -100,21 +100,21 @@ def test_A5_a_fresh_prompt_is_what_the_template_gives(style):
 
 
 def controls(text, tokens) -> list[int]:
-    added = set(text.tokenizer.get_added_vocab().values())
+    added = set(text.hf_tokenizer.get_added_vocab().values())
     return [i for i in tokens if i in added]
 
 
-@pytest.mark.parametrize("rendering", [fresh, appending])
+@pytest.mark.parametrize("rendering", [fresh_context, growing_context])
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_special_tokens_in_queries_tools_observations_and_actions_end_no_prompt(style, rendering):
+def test_special_tokens_in_any_data_end_no_prompt(style, rendering):
     """Every token that the tokenizer knows, everywhere at once: the template's own are all there are."""
     text = agent_text(style)
-    evil = "".join(sorted(text.tokenizer.get_added_vocab()))
+    evil = "".join(sorted(text.hf_tokenizer.get_added_vocab()))
     unthought = evil.replace("<think>", "").replace("</think>", "")
     room = {"max_tokens": 400, "context_tokens": 30_000, "rendering": rendering, "memory_tokens": 9000}
     odd = {"type": "object", "properties": {evil: {"type": evil}}}
-    wild = agent_system(text, schemas=[{**ECHO, "description": evil, "parameters": odd}], **room)
-    tame = agent_system(text, schemas=[ECHO], **room)
+    wild = make_system(text, schemas=[{**ECHO, "description": evil, "parameters": odd}], **room)
+    tame = make_system(text, schemas=[ECHO], **room)
     action = ids(text, f"Sub-goal: {unthought}\nTool: echo\nContext: {json.dumps({unthought: unthought})}")
     assert controls(text, action)
     hot = play(wild, text, [action, action], lambda _: Result(f"{evil}\n{evil}"), of=task(evil))
@@ -125,12 +125,12 @@ def test_special_tokens_in_queries_tools_observations_and_actions_end_no_prompt(
     assert evil in text.decode(hot.said[0].tokens)
 
 
-@pytest.mark.parametrize("rendering", [fresh, appending])
+@pytest.mark.parametrize("rendering", [fresh_context, growing_context])
 def test_a_tokenizer_that_folds_case_is_not_fooled_either(rendering):
     """<TOOL> reads as <tool> to it, which no pattern of the spelled tokens finds."""
     text = sly_text()
     assert controls(text, text.encode("<TOOL>"))
-    env = agent_system(text, schemas=SCHEMAS, rendering=rendering)
+    env = make_system(text, schemas=SCHEMAS, rendering=rendering)
     hot = play(env, text, [plan("echo", "hi")], lambda _: Result("a <TOOL> b"), of=task("is it <TOOL>?"))
     cool = play(env, text, [plan("echo", "hi")], lambda _: Result("a b"), of=task("is it?"))
     for one, other in zip(hot.said, cool.said, strict=True):
@@ -145,13 +145,13 @@ def long_tools(call: Call) -> Result:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rendering", [fresh, appending])
+@pytest.mark.parametrize("rendering", [fresh_context, growing_context])
 @settings(max_examples=5)
 @given(room=st.integers(250, 900), memory=st.integers(0, 2000), seed=st.integers(0, 99))
-def test_no_prompt_is_longer_than_its_room(rendering, room, memory, seed):
+def test_no_prompt_is_longer_than_its_limit(rendering, room, memory, seed):
     text = agent_text("llama3")
     luck = random.Random(seed)
-    env = agent_system(
+    env = make_system(
         text,
         schemas=[ECHO],
         planner=roles.planner(instructions="", describe=signature),
@@ -165,35 +165,43 @@ def test_no_prompt_is_longer_than_its_room(rendering, room, memory, seed):
     played = play(env, text, words, long_tools)
     total = 0
     for said, sampled in zip(played.said, [*played.sampled, []], strict=False):
-        total = len(said.tokens) + (total if rendering is appending else 0)
+        total = len(said.tokens) + (total if rendering is growing_context else 0)
         assert total <= room
         total += len(sampled)
     last = played.steps[-1]
     assert last.done
-    assert last.status in ((Status.TURN_LIMIT,) if rendering is fresh else (Status.TURN_LIMIT, Status.TOKEN_LIMIT))
-
-
-def test_a_conversation_that_has_no_room_left_ends_and_the_generator_still_speaks():
-    text = agent_text()
-    generator = roles.generator()
-    env = agent_system(
-        text, schemas=[ECHO], generator=generator, rendering=appending, turns=9, max_tokens=100, context_tokens=1500
+    assert last.status in (
+        (Status.TURN_LIMIT,) if rendering is fresh_context else (Status.TURN_LIMIT, Status.TOKEN_LIMIT)
     )
 
-    def do(call: Call) -> Result:
+
+def test_in_a_full_context_the_generator_still_answers():
+    text = agent_text()
+    generator = roles.generator()
+    env = make_system(
+        text,
+        schemas=[ECHO],
+        generator=generator,
+        rendering=growing_context,
+        turns=9,
+        max_tokens=100,
+        context_tokens=1500,
+    )
+
+    def call_tool(call: Call) -> Result:
         return Result("half of it") if call.kind == "role" else long_tools(call)
 
-    played = play(env, text, [plan("echo", "hi")] * 9, do)
+    played = play(env, text, [plan("echo", "hi")] * 9, call_tool)
     last = played.steps[-1]
     assert (last.done, last.status, last.output) == (True, Status.TOKEN_LIMIT, "half of it")
     assert 1 < len(played.steps) < 9
     assert "tokens without any memory" in played.states[-1].reason
 
 
-@pytest.mark.parametrize("rendering", [fresh, appending])
+@pytest.mark.parametrize("rendering", [fresh_context, growing_context])
 def test_a_query_that_does_not_fit_ends_with_a_reason(rendering):
     text = agent_text()
-    env = agent_system(text, schemas=[ECHO], rendering=rendering, max_tokens=100, context_tokens=1000)
+    env = make_system(text, schemas=[ECHO], rendering=rendering, max_tokens=100, context_tokens=1000)
     played = play(env, text, [plan("echo", "hi")], of=task("why? " * 2000))
     assert len(played.said[0].tokens) <= 900
     assert "the prompt of the planner has more than 900 tokens" in played.states[0].reason
@@ -205,12 +213,12 @@ def test_a_query_that_does_not_fit_ends_with_a_reason(rendering):
 def test_the_glue_is_that_of_the_whole_conversation():
     """The appended tokens follow from the last token alone, and are those that the whole conversation gives."""
     text = agent_text("gemma")
-    env = agent_system(text, schemas=[ECHO], rendering=appending, max_tokens=100)
+    env = make_system(text, schemas=[ECHO], rendering=growing_context, max_tokens=100)
     played = play(env, text, [ids(text, "nonsense", end=False), plan("echo", "hi")])
     talk = played.states[1].conversation
     first = replace(
         talk, tokens=talk.tokens[: -len(played.said[1].tokens)], chosen=talk.chosen[: -len(played.said[1].tokens)]
     )
-    message = roles.planner().follow(played.states[1], '1. error: "the action was cut before its end"')
+    message = roles.planner().follow_up(played.states[1], '1. error: "the action was cut before its end"')
     assert add_messages(_guarded(text), first, message) == talk
     assert run_tools(Call("tool", "echo", {"words": "hi"})).text == "heard hi"

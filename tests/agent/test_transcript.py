@@ -1,10 +1,9 @@
 """A trajectory as text: prompts, words, calls, observations, verdicts and the answer, each where it belongs."""
 
 import numpy as np
-from agent_cases import SCHEMAS, agent_text, plan, play, run_tools
+from agent_cases import SCHEMAS, agent_text, make_system, plan, play, run_tools
 
 from flowgrpo.agent import roles
-from flowgrpo.agent.system import agent_system
 from flowgrpo.agent.tool_arguments import signature
 from flowgrpo.agent.transcript import show_transcript
 from flowgrpo.contracts import Result
@@ -23,7 +22,7 @@ def turns_of(played):
 
 
 def test_an_episode_is_shown_turn_by_turn():
-    env = agent_system(TEXT, schemas=SCHEMAS, planner=PLAIN)
+    env = make_system(TEXT, schemas=SCHEMAS, planner=PLAIN)
     played = play(env, TEXT, [plan("echo", "hi"), "nonsense", plan("answer", "5")])
     shown = show_transcript(TEXT, played.states[-1], turns_of(played), prompt=60).splitlines()
     prompts = [i for i, line in enumerate(shown) if line.startswith("  prompt")]
@@ -41,27 +40,27 @@ def test_an_episode_is_shown_turn_by_turn():
     assert f"{len(played.said[0].tokens)} tokens: <|im_start|>" in shown[prompts[0]]
 
 
-def test_a_state_alone_shows_what_was_done():
+def test_a_transcript_of_a_state_alone():
     words = {"analyst": "add them", "verifier": "perhaps"}
 
-    def do(call):
+    def call_tool(call):
         return run_tools(call) if call.kind == "tool" else Result(words[call.name])
 
-    env = agent_system(TEXT, schemas=SCHEMAS, turns=1, analyst=roles.analyst(), verifier=roles.verifier())
-    played = play(env, TEXT, [plan("echo", "down")], do)
+    env = make_system(TEXT, schemas=SCHEMAS, turns=1, analyst=roles.analyst(), verifier=roles.verifier())
+    played = play(env, TEXT, [plan("echo", "down")], call_tool)
     assert show_transcript(TEXT, played.states[0]).endswith("analysis  add them\nended     not yet")
     assert show_transcript(TEXT, played.states[-1]).endswith(
         "turn 1\nended     TOOL_FAILURE (echo: the server is down)"
     )
-    played = play(env, TEXT, [plan("echo", "hi")], do)
+    played = play(env, TEXT, [plan("echo", "hi")], call_tool)
     assert "lapse     verifier: no line begins with STOP or CONTINUE" in show_transcript(TEXT, played.states[-1])
     for words["verifier"], verdict in (("STOP", "stop"), ("CONTINUE: not yet", "continue: not yet")):
-        played = play(env, TEXT, [plan("add", '{"a": 1, "b": 2}')], do)
+        played = play(env, TEXT, [plan("add", '{"a": 1, "b": 2}')], call_tool)
         block = f'  call      add({{"a": 1, "b": 2}})\n  seen      3\n  verdict   {verdict}\n'
         assert block in show_transcript(TEXT, played.states[-1])
 
 
-def test_what_is_long_is_cut():
-    env = agent_system(TEXT, schemas=SCHEMAS, planner=PLAIN, max_tokens=100)
+def test_long_entries_are_cut():
+    env = make_system(TEXT, schemas=SCHEMAS, planner=PLAIN, max_tokens=100)
     played = play(env, TEXT, [plan("echo", "hi"), plan("answer", "5")], lambda _: Result("x" * 10**6))
     assert len(show_transcript(TEXT, played.states[-1], turns_of(played), prompt=100)) < 4000

@@ -16,10 +16,10 @@ from flowgrpo.algorithms.advantage import (
     anchor_advantage,
     dense_ids,
     group_sum,
-    paid_rewards,
     return_to_go,
     row_group_advantage,
     turn_index,
+    turn_rewards,
 )
 
 NORMALIZERS = {
@@ -61,7 +61,7 @@ ROWS = st.tuples(st.sampled_from([0.0, 0.25, 1.0, 0.91]), st.sampled_from([-3, 0
 
 
 @given(st.lists(ROWS, min_size=N, max_size=N), st.sampled_from([0.0, np.nan, np.inf, -np.inf, 1e30]))
-def test_F5_normalizers_equal_plain_loops_over_what_is_valid_whatever_stands_in_the_rest(rows, garbage):
+def test_F5_normalizers_equal_plain_loops_over_valid_trajectories(rows, garbage):
     members = [{"group": g, "outcome": np.float32(r), "i": i} for i, (r, g, v) in enumerate(rows) if v]
     outcome_n, group_n, valid_n = (np.array(column) for column in zip(*rows, strict=True))
     with jax.debug_nans(False):
@@ -79,7 +79,7 @@ def ids_and_counts(first_m, second_m):
 
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 3)), min_size=15, max_size=15))
-def test_dense_ids_are_equal_exactly_where_all_keys_are(rows):
+def test_dense_ids_are_equal_exactly_for_equal_keys(rows):
     first, second = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     id_m, count_m = map(np.asarray, ids_and_counts(first, second))
     same = (first[:, None] == first) & (second[:, None] == second)
@@ -89,7 +89,7 @@ def test_dense_ids_are_equal_exactly_where_all_keys_are(rows):
     np.testing.assert_array_equal(count_m, same.sum(1))
 
 
-def test_F4_equal_rewards_and_singletons_give_exactly_zero_and_the_least_spread_does_not():
+def test_F4_equal_rewards_and_singletons_give_exactly_zero():
     """0.91 repeated has a mean that is not 0.91 in float32; a singleton gives zero, not R; eps shrinks sizes alone."""
     for reward in (0.91, 0.1, 1e-30, 1e20, 0.0):
         for name, adv_n in normalized([reward] * 11, [3] * 7 + [4] * 3 + [5]).items():
@@ -108,7 +108,7 @@ def test_nan_declared_valid_is_not_hidden():
 # Over turns -------------------------------------------------------------------------------------------
 
 
-def test_F1_statistics_are_over_trajectories_and_F9_over_rows_in_the_released_code():
+def test_F1_statistics_over_trajectories_and_F9_over_rows():
     """Wins of 2 turns, losses of 6: the mean over trajectories is 1/2, over turn rows 1/4.
 
     (1 - 1/2) / sqrt(4 * 1/4 / 3) = 0.866, whatever the number of turns; of 4 rows of 1 and 12 of 0, the deviation
@@ -147,7 +147,7 @@ def paid_trajectories(*payments):
     return fg.collate([fg.Trajectory(own, float(sum(paid)), 0) for own, paid in zip(turns, payments, strict=True)])
 
 
-def test_turn_index_counts_the_turns_that_exist():
+def test_turn_index_counts_existing_turns():
     np.testing.assert_array_equal(turn_index([[1, 1, 0], [1, 0, 1]]), [[1, 2, 2], [1, 1, 2]])
 
 
@@ -175,7 +175,7 @@ def test_trloo_by_hand():
     np.testing.assert_allclose(alone, [[-3.0, 0.0], [3.0, 0.0]], atol=1e-6)
 
 
-def test_per_turn_statistics_charge_for_further_turns_and_leave_one_out_does_not():
+def test_per_turn_zscores_are_biased_by_length_and_leave_one_out_is_not():
     """Stopping pays 0; going on pays 1 and then loses 1: each is worth 0, so the gradient of going on must vanish.
 
     In expectation over pairs of trajectories of a policy that goes on with p = 1/2 (exact: all four pairs).
@@ -194,7 +194,7 @@ def test_per_turn_statistics_charge_for_further_turns_and_leave_one_out_does_not
     assert push(fg.algorithms.mt_grpo()) < -0.1  # a loss of the last turn is seen, its earlier pay is not
 
 
-def test_paid_rewards_sum_to_the_outcome():
+def test_turn_rewards_sum_to_the_outcome():
     """An outcome alone falls to the last turn; payments by turn stay, and the rest falls to the last."""
     turns = [fg.Turn([1], [True], [0.0], reward=reward) for reward in (0.5, 0.25)]
     x = fg.collate([fg.Trajectory(turns, 1.0, 0), fg.Trajectory(turns[:1], 0.5, 0)])
@@ -203,7 +203,7 @@ def test_paid_rewards_sum_to_the_outcome():
         (~x.by_turn, [[0, 1], [0.5, 0]]),
         (None, [[0, 1], [0.5, 0]]),
     ):
-        np.testing.assert_allclose(paid_rewards(x.replace(by_turn=by_turn), x.outcome), expected)
+        np.testing.assert_allclose(turn_rewards(x.replace(by_turn=by_turn), x.outcome), expected)
 
 
 # Over time --------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def gae(reward_t, value_t, done_t, mask_t, lam):
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=8, max_size=8), st.sampled_from([0.0, 0.8, 1.0]))
-def test_gae_equals_plain_loops_over_what_is_unmasked_from_end_to_end(flags, lam):
+def test_gae_equals_plain_loops_over_unmasked_steps(flags, lam):
     """A done step sees nothing after it; steps outside the mask are as if they were not there."""
     mask_t, done_t = (np.array(column) for column in zip(*flags, strict=True))
     reward_t, value_t = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
@@ -258,6 +258,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("function", "arguments", "words"), REFUSED)
-def test_mismatched_or_empty_arrays_get_one_clear_sentence(function, arguments, words):
+def test_mismatched_or_empty_arrays_are_named(function, arguments, words):
     with pytest.raises(fg.BadInput, match=re.escape(words)):
         function(*arguments)

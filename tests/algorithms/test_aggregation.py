@@ -47,7 +47,7 @@ def test_F2_worked_weights():
         np.testing.assert_allclose(found_ntl, expected_ntl, rtol=1e-6, err_msg=name)
 
 
-def test_means_sum_to_one_and_weigh_chosen_tokens_of_valid_trajectories_only():
+def test_means_sum_to_one_over_chosen_tokens_of_valid_trajectories():
     for seed in range(5):
         trajectories = make_case(seed, invalid=0.3).trajectories
         valid_n = np.asarray(trajectories.valid) & (seed < 4)
@@ -63,7 +63,7 @@ def test_arrays_that_do_not_fit_are_named(name):
         WAYS[name](np.ones((3, 2, 4), bool), np.ones((3, 2), bool), np.zeros(2, int), np.ones(3, bool))
 
 
-def test_F2_excluded_segments_keep_their_place_in_the_denominators():
+def test_F2_excluded_segments_still_count_in_the_denominators():
     """Tokens of older weights get weight 0; the newer ones keep theirs, and so does every other trajectory."""
     weight_ntl = np.random.default_rng(0).uniform(size=(3, 2, 5)).astype(np.float32)
     version_ntl = np.broadcast_to([3, 3, 4, 5, 5], (3, 2, 5))
@@ -75,4 +75,4 @@ def test_F2_members_that_declare_it_weigh_as_flow_weights():
     x = make_case(3).trajectories
     expected_ntl = every_way(x.chosen, x.turns, x.group, np.asarray(x.valid))["flow_weights"]
     for member in members().values():
-        assert "F2" not in member.keeps or np.allclose(signal(member)(x)[1], expected_ntl, rtol=1e-6)
+        assert "F2" not in member.laws or np.allclose(signal(member)(x)[1], expected_ntl, rtol=1e-6)

@@ -67,7 +67,7 @@ def test_opd_follows_the_gradient_of_the_reverse_kl():
         np.testing.assert_allclose(found[name], slope, atol=2e-6)
 
 
-def test_opd_learns_nothing_from_a_teacher_who_is_the_student():
+def test_opd_has_no_gradient_if_the_teacher_is_the_student():
     """Exactly: not to rounding."""
     student = table(0)
     x, algorithm = played(student, student), fg.algorithms.opd()
@@ -75,7 +75,7 @@ def test_opd_learns_nothing_from_a_teacher_who_is_the_student():
     assert not any(np.asarray(slope).any() for slope in expected_gradient(student, student).values())
 
 
-def test_opd_dead_only_speaks_where_outcomes_are_equal():
+def test_opd_dead_only_acts_in_groups_of_equal_outcomes():
     """The first three actions are a group of mixed outcomes, the next three one of failures."""
     x = played(table(1), table(2)).replace(group=np.arange(9) // 3, outcome=np.array([1, 0, 0, *[0] * 6], np.float32))
     adv_ntl = np.asarray(fg.algorithms.opd(dead_only=True).advantages(x))
@@ -85,11 +85,11 @@ def test_opd_dead_only_speaks_where_outcomes_are_equal():
     np.testing.assert_allclose(both_ntl[:3, 0, 0], [2 / 3**0.5, -1 / 3**0.5, -1 / 3**0.5], atol=1e-5)
 
 
-def test_sdpo_is_opd_taught_in_hindsight():
+def test_sdpo_is_opd_with_a_hint_for_the_teacher():
     x = played(table(1), table(2))
     opd, sdpo = fg.algorithms.opd(outcome=0.5), fg.algorithms.sdpo(outcome=0.5)
     np.testing.assert_array_equal(sdpo.advantages(x), opd.advantages(x))
-    assert (opd.hindsight, sdpo.hindsight, sdpo.before) == (False, True, {"logp_ref"})
+    assert (opd.hindsight, sdpo.hindsight, sdpo.needs_for_advantages) == (False, True, {"logp_ref"})
     assert fg.algorithms.sdpo(reference_every=1).reference_every == 1
     with pytest.raises(
         fg.BadInput, match=r"sdpo: Trajectories\.logp_ref is missing, and the teacher's advantage needs it"

@@ -19,7 +19,7 @@ each_and_with_all_options = pytest.mark.parametrize("name", FULL)
 
 def keepers(law: str):
     """Parametrise over the members that declare a law."""
-    return pytest.mark.parametrize("name", [name for name, member in MEMBERS.items() if law in member.keeps])
+    return pytest.mark.parametrize("name", [name for name, member in MEMBERS.items() if law in member.laws])
 
 
 def assert_same(found, expected):
@@ -53,7 +53,7 @@ def test_F3_layouts_and_micro_batches_change_neither_loss_nor_gradient(name):
         batch_of(algorithm, case.trajectories, "by_turn"),
     ):
         assert_same(loss_and_slopes(algorithm, case, batch), expected)
-    summed = algorithm.sums(whole, scores_of(case, whole).logp) if algorithm.sums else whole
+    summed = algorithm.sequence_sums(whole, scores_of(case, whole).logp) if algorithm.sequence_sums else whole
     parts = [jax.tree.map(lambda x_rs, part=part: x_rs[part::4], summed) for part in range(4)]
     results = [loss_and_slopes(algorithm, case, part) for part in parts]
     assert_same([sum(column) for column in zip(*results, strict=True)], expected)
@@ -93,11 +93,13 @@ def test_F8_scaling_and_shifting_the_rewards_of_a_group_changes_nothing(name):
     np.testing.assert_allclose(advantages(name, moved), advantages(name, trajectories), atol=2e-4)
 
 
-SKIPPING = {name: member for name, member in MEMBERS.items() if member.skips} | {"flow_grpo": fg.flow_grpo(beta=0.0)}
+SKIPPING = {name: member for name, member in MEMBERS.items() if member.skips_zero_advantage} | {
+    "flow_grpo": fg.flow_grpo(beta=0.0)
+}
 
 
 @pytest.mark.parametrize("name", SKIPPING)
-def test_F8_no_advantage_and_no_regulariser_give_no_gradient_and_groups_without_signal_can_be_skipped(name):
+def test_F8_no_advantage_and_no_regulariser_give_no_gradient(name):
     """Weights are computed first; leaving idle trajectories out of the rows then changes nothing."""
     algorithm, case = SKIPPING[name], make_case(8)
     trajectories = case.trajectories
@@ -111,15 +113,15 @@ def test_F8_no_advantage_and_no_regulariser_give_no_gradient_and_groups_without_
     assert_same(loss_and_slopes(algorithm, case, skipped), loss_and_slopes(algorithm, case, whole))
 
 
-def test_F8_skips_is_false_under_every_regulariser():
+def test_F8_skips_zero_advantage_is_false_under_every_regulariser():
     assert set(SKIPPING) == {
         *("dr_grpo", "dapo", "gspo", "cispo", "rloo", "trloo", "reinforce_pp", "dpo", "flow_grpo"),
         *("opd", "opd_dead_only"),
     }
-    assert fg.flow_grpo(beta=0.1, kl_in="reward").skips
+    assert fg.flow_grpo(beta=0.1, kl_in="reward").skips_zero_advantage
     for options in ({"beta": 0.1}, {"entropy_bonus": 0.1}, {"beta": jnp.float32(0.0)}):
-        assert not fg.flow_grpo(**{"beta": 0.0, **options}).skips
-    assert not fg.dpo(entropy_bonus=0.1).skips
+        assert not fg.flow_grpo(**{"beta": 0.0, **options}).skips_zero_advantage
+    assert not fg.dpo(entropy_bonus=0.1).skips_zero_advantage
 
 
 # F6, F7: what is invalid or masked reaches nothing, and the ratio starts at one -----------------------
@@ -160,7 +162,7 @@ def test_F6_garbage_in_masked_or_invalid_slots_changes_nothing(name):
 
 
 @each_member
-def test_F7_on_policy_the_ratio_is_one_and_the_gradient_the_plain_policy_gradient(name):
+def test_F7_on_policy_gradient_is_the_plain_policy_gradient(name):
     """Nothing is clipped, and d loss / d log pi = - weight * advantage where the reference is the policy, too."""
     algorithm, case = MEMBERS[name], make_case(17)
     trajectories = case.trajectories.replace(logp_ref=case.trajectories.logp_old)
@@ -175,7 +177,7 @@ def test_F7_on_policy_the_ratio_is_one_and_the_gradient_the_plain_policy_gradien
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "ppo"])
-def test_F2_older_segments_and_earlier_turns_are_left_out_and_the_rest_keeps_its_weight_and_advantage(name):
+def test_F2_excluding_segments_or_turns_keeps_the_other_weights(name):
     """`newest_segment_only` of two versions of the weights, and `last_turn_only`."""
     algorithm, trajectories = MEMBERS[name], make_case(11).trajectories
     version_ntl = np.broadcast_to(np.arange(4)[:, None] // 2, trajectories.tokens.shape)
@@ -184,7 +186,7 @@ def test_F2_older_segments_and_earlier_turns_are_left_out_and_the_rest_keeps_its
         signal(algorithm)(trajectories),
         partly(trajectories.replace(version=version_ntl)),
     )
-    spoke_ntl = np.where(trajectories.actions, version_ntl, -1)
+    spoke_ntl = np.where(trajectories.action_mask, version_ntl, -1)
     own_ntl = spoke_ntl == spoke_ntl.max(axis=(1, 2), keepdims=True)
     np.testing.assert_array_equal(newest, np.where(own_ntl, whole, 0.0))
     assert 0 < np.count_nonzero(newest) < np.count_nonzero(whole)
@@ -224,16 +226,19 @@ BEFORE |= {name: NEEDS[name] for name in ("opd", "opd_dead_only")}
 
 
 @each_member
-def test_members_say_what_they_need(name):
+def test_members_declare_what_they_need(name):
     algorithm, own = MEMBERS[name], name.removesuffix("_baseline").removesuffix("_turns").removesuffix("_dead_only")
     full, extra = everything_on(own), {"dpo": set(), "kimi": {"logp_old"}}.get(name, {"logp_old", "logp_ref"})
     refreshed = None if own == "opd" else 10  # its reference is the teacher
     assert algorithm.name == full.name == own
-    assert (algorithm.needs, algorithm.before) == (NEEDS[name], BEFORE.get(name, set()))
+    assert (algorithm.needs, algorithm.needs_for_advantages) == (NEEDS[name], BEFORE.get(name, set()))
     assert full.needs == NEEDS[name] | extra | {"entropy"}
     assert (algorithm.reference_every, full.reference_every) == (None, refreshed)
-    assert (algorithm.sums is not None, full.sums is not None) == (name in ("gspo", "kimi", "dpo"), True)
-    assert algorithm.whole == ("group" if name == "dpo" else "trajectory")
+    assert (algorithm.sequence_sums is not None, full.sequence_sums is not None) == (
+        name in ("gspo", "kimi", "dpo"),
+        True,
+    )
+    assert algorithm.minibatch_unit == ("group" if name == "dpo" else "trajectory")
 
 
 PPO = {"gamma": 1.0, "lam": 0.95, "value_clip": 0.2, "value_coefficient": 0.5, "beta": 0.001, "kl_in": "reward"}
@@ -250,7 +255,7 @@ PUBLISHED = {
     "mt_grpo": {"lam": 1.0, "clip_low": 0.2, "clip_high": 0.2, "beta": 0.04, "eps": 1e-6},
     "trloo": {"gamma": 1.0, "clip_low": 0.2, "clip_high": 0.2},
     "kimi": {"tau": 0.1},
-    "ppo": {"credit": fg.algorithms.token_gae, "clip_low": 0.2, "clip_high": 0.2, **PPO},
+    "ppo": {"estimator": fg.algorithms.token_gae, "clip_low": 0.2, "clip_high": 0.2, **PPO},
     "dpo": {"beta": 0.1},
     "opd": {"outcome": 0.0, "dead_only": False, "eps": 1e-6},
 }

@@ -190,12 +190,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_bad_options_get_one_clear_sentence(words):
+def test_bad_options_are_named(words):
     with pytest.raises(fg.BadInput, match=f"^.*{re.escape(words)}.*$"):
         REFUSED[words]()
 
 
-def test_settings_at_the_edge_and_defaults_of_refused_ones_are_honoured():
+def test_settings_at_their_bounds_are_accepted():
     fg.grpo(clip_low=1.0, clip_high=0.0, beta=0.0, entropy_bonus=0.0, reference_every=1, overlong=fg.Overlong(1, 1))
     fg.algorithms.kimi(beta=0.0, dual_clip=None)
     fg.algorithms.dr_grpo(max_tokens=1)
@@ -218,6 +218,6 @@ LACKING = [
 
 
 @pytest.mark.parametrize(("field", "call"), LACKING, ids=[field for field, _ in LACKING])
-def test_what_a_setting_calls_for_and_was_not_given_is_named(field, call):
+def test_fields_that_a_setting_needs_are_named(field, call):
     with pytest.raises(fg.BadInput, match=field):
         call(fg.Scores(jnp.full((1, 1), -1.0)), tiny(1, [1]).replace(logp_ref=None))

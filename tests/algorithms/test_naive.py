@@ -9,7 +9,7 @@ MEMBERS = members()
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_F5_loss_and_gradient_equal_naive_loops_that_drop_what_is_invalid_first(name):
+def test_F5_loss_and_gradient_equal_naive_loops_without_invalid_trajectories(name):
     algorithm, loop, step = MEMBERS[name], getattr(naive, name), 1e-4
     for seed in range(4):
         case = make_case(seed, by_turn=seed > 1, invalid=0.3)

@@ -65,7 +65,7 @@ def appending_case(seed: int, **settings) -> Case:
     case = make_case(seed, invalid=0.0, **settings)
     order_n = np.argsort(case.trajectories.group, kind="stable")
     case = jax.tree.map(lambda x_n: x_n[order_n], case)
-    return case._replace(trajectories=case.trajectories.replace(begins=None))
+    return case._replace(trajectories=case.trajectories.replace(starts_context=None))
 
 
 # TRL's, on a stub ---------------------------------------------------------------------------------------------

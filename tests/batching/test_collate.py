@@ -26,7 +26,7 @@ def a_record(*turns: fg.Turn, **fields) -> fg.Trajectory:
 
 
 @given(st.integers(0, 10_000), st.booleans())
-def test_every_value_is_in_its_place_padding_is_zero(seed, by_turn):
+def test_values_are_at_their_index_and_padding_is_zero(seed, by_turn):
     records = random_records(seed, by_turn=by_turn)
     found = fg.collate(records, turns=6, length=15)
     check_axes(found)
@@ -42,25 +42,27 @@ def test_every_value_is_in_its_place_padding_is_zero(seed, by_turn):
     for name in ("reward", "anchor", "length"):
         assert not getattr(found, name)[~found.turns].any(), name
     for n, record in enumerate(records):
-        begins = [t == 0 or turn.begins or not record.appends for t, turn in enumerate(record.turns)]
-        assert found.begins[n].tolist() == begins + [False] * (6 - len(begins))
+        starts_context = [
+            t == 0 or turn.starts_context or not record.extends_context for t, turn in enumerate(record.turns)
+        ]
+        assert found.starts_context[n].tolist() == starts_context + [False] * (6 - len(starts_context))
     for name in ("correct", "status", "group"):
         assert getattr(found, name).tolist() == [getattr(record, name) for record in records]
 
 
-def test_dtypes_do_not_depend_on_what_the_records_hold():
+def test_dtypes_do_not_depend_on_the_records():
     turn = fg.Turn([1, 2], [0, 1], [0, -1], version=np.array([1, 2], np.int64), reward=1)
     found = fg.collate([a_record(turn, outcome=1, correct=1, group=np.int64(3))])
     kinds = {
         np.int32: ("tokens", "version", "anchor", "status", "group", "length"),
         np.float32: ("logp_sampled", "reward", "outcome"),
-        bool: ("chosen", "turns", "correct", "begins", "by_turn"),
+        bool: ("chosen", "turns", "correct", "starts_context", "by_turn"),
     }
     for dtype, names in kinds.items():
         assert all(getattr(found, name).dtype == dtype for name in names)
 
 
-def test_reward_is_by_turn_where_turns_are_paid_and_the_outcome_elsewhere():
+def test_reward_is_by_turn_if_turns_have_rewards_else_the_outcome():
     paid = a_record(a_turn(reward=0.25), a_turn(reward=-2.0), outcome=7.0)
     zero = a_record(a_turn(reward=0.0), outcome=7.0)
     found = fg.collate([paid, zero, a_record(outcome=3.0)])
@@ -69,7 +71,7 @@ def test_reward_is_by_turn_where_turns_are_paid_and_the_outcome_elsewhere():
     assert found.outcome.tolist() == [7, 7, 3]
 
 
-def test_F5_an_ending_that_does_not_count_needs_no_outcome():
+def test_F5_invalid_endings_need_no_outcome():
     for outcome in (None, np.nan, np.inf):
         record = a_record(outcome=outcome, status=fg.Status.VERIFIER_FAILURE)
         assert fg.collate([record, a_record()]).valid.tolist() == [False, True]
@@ -84,7 +86,7 @@ def test_F5_an_ending_that_does_not_count_needs_no_outcome():
         [2**80, 1, 2, 3],
     ],
 )
-def test_wide_group_ids_and_anchors_stay_distinct_and_equal_ones_equal(ids):
+def test_wide_group_ids_and_anchors_stay_distinct(ids):
     group_n = fg.collate([a_record(group=group) for group in ids + ids]).group
     anchor_nt = fg.collate([a_record(*[a_turn(anchor=anchor) for anchor in ids]) for _ in range(2)]).anchor
     for found in (group_n.reshape(2, -1), anchor_nt):
@@ -94,7 +96,7 @@ def test_wide_group_ids_and_anchors_stay_distinct_and_equal_ones_equal(ids):
     assert ids[0] != 7 or group_n[:4].tolist() == ids, "what fits 32 bits stays as it is"
 
 
-def test_sizes_are_the_largest_that_occur_or_those_given():
+def test_sizes_are_the_largest_that_occur_or_as_set():
     records = [a_record(a_turn(1, 2), a_turn(1, 1)), a_record(a_turn(2, 3))]
     assert fg.collate(records).tokens.shape == fg.collate(records, turns=2, length=5).tokens.shape == (2, 2, 5)
     for sizes, words in (({"turns": 0}, "turns=0, but the records need 2"), ({"length": 4}, "length=4, but .* need 5")):
@@ -102,7 +104,7 @@ def test_sizes_are_the_largest_that_occur_or_those_given():
             fg.collate(records, **sizes)
 
 
-def test_a_log_probability_that_is_not_finite_is_fine_where_nothing_was_chosen():
+def test_context_tokens_may_have_non_finite_log_probabilities():
     turn = replace(a_turn(1, 1), logp_sampled=np.array([np.nan, -1.0]))
     assert fg.collate([a_record(turn)]).chosen.tolist() == [[[False, True]]]
 
@@ -137,10 +139,10 @@ UNUSABLE = [
     (after_two(a_record(outcome=1e300)), "trajectory 2 is FINISHED but its outcome is 1e\\+300"),  # beyond float32
     (after_two(a_record(status=8)), "trajectory 2 has status 8, which is none of FINISHED 0, .*, ABORTED 7"),
     (after_two(a_record(status=-1)), "trajectory 2 has status -1, which is none of"),
-    (after_two(a_record(a_turn(), a_turn(reward=0.0))), "trajectory 2 has a reward on 1 of 2 turns: pay every turn"),
+    (after_two(a_record(a_turn(), a_turn(reward=0.0))), "trajectory 2 has a reward on 1 of 2 turns: give all"),
     (
         [a_record(a_turn(reward=1.0)), a_record(a_turn(reward=0.0), a_turn(), a_turn(reward=1.0))],
-        "trajectory 1 has a reward on 2 of 3 turns: pay every turn, or none",
+        "trajectory 1 has a reward on 2 of 3 turns: give all a reward, or none",
     ),
     (second_turn(logp_sampled=np.array([np.nan, -1, np.nan])), NOT_FINITE.format(2, "nan")),
     (second_turn(logp_sampled=np.array([0, -np.inf, -1])), NOT_FINITE.format(1, "-inf")),
@@ -148,12 +150,12 @@ UNUSABLE = [
 
 
 @pytest.mark.parametrize(("records", "message"), UNUSABLE, ids=[message[:50] for _, message in UNUSABLE])
-def test_records_that_cannot_be_used_name_the_place(records, message):
+def test_invalid_records_name_trajectory_and_turn(records, message):
     for use in (fg.collate, lambda records: fg.pack(records, None, None, row_length=8)):
         with pytest.raises(fg.BadInput, match=f"^{message}"):
             use(records)
 
 
-def test_a_version_is_one_number_for_a_turn_or_one_per_token():
+def test_versions_are_per_turn_or_per_token():
     records = [a_record(a_turn(1, 2, version=3), a_turn(1, 1, version=np.array([4, 5])))]
     assert fg.collate(records).version.tolist() == [[[3, 3, 3], [4, 5, 0]]]

@@ -54,7 +54,7 @@ def laid_out(layout: str, case: Learned, **more) -> fg.Batch:
 
 
 @each_plain
-def test_rows_hold_a_trajectory_in_order_or_a_turn_after_those_before_it_where_the_context_appends(layout):
+def test_rows_hold_a_trajectory_or_a_turn_after_its_context(layout):
     """Places, positions and segments; tokens of turns that are rendered afresh see none of the others."""
     by_turn = layout == "by_turn"
     for case in map(learned, SEEDS):
@@ -62,7 +62,7 @@ def test_rows_hold_a_trajectory_in_order_or_a_turn_after_those_before_it_where_t
         exists_r = case.trajectories.turns.ravel() if by_turn else np.ones(N, bool)
         for r in np.flatnonzero(exists_r):
             i, t = divmod(r, T) if by_turn else (r, T - 1)
-            context_t = np.cumsum(case.trajectories.begins[i])
+            context_t = np.cumsum(case.trajectories.starts_context[i])
             shown = [u for u in range(t + 1) if not by_turn or context_t[u] == context_t[t]]
             places = [(i, u, slot) for u in shown for slot in np.flatnonzero(case.exists[i, u])]
             position = defaultdict(itertools.count)  # within each context
@@ -74,7 +74,7 @@ def test_rows_hold_a_trajectory_in_order_or_a_turn_after_those_before_it_where_t
 
 
 @each_layout
-def test_each_chosen_token_is_chosen_in_exactly_one_row_and_has_the_values_of_its_place(layout):
+def test_each_chosen_token_is_in_one_row_with_its_values(layout):
     """`unpack` after `place` is the identity on chosen tokens, and 0 on context and padding."""
     for case in map(learned, SEEDS):
         batch, times_ntl, x = laid_out(layout, case, target=case.adv + 1), np.zeros((N, T, L), int), case.trajectories
@@ -95,7 +95,7 @@ def test_each_chosen_token_is_chosen_in_exactly_one_row_and_has_the_values_of_it
 
 
 @each_plain
-def test_values_may_be_given_by_turn_and_what_was_not_scored_is_absent(layout):
+def test_values_may_be_by_turn_and_unscored_fields_are_absent(layout):
     trajectories, adv_ntl, weight_ntl = learned(2)
     by_turn = {"adv": adv_ntl[:, :, 0], "weights": weight_ntl[:, :, 0], "target": adv_ntl[:, :, 1]}
     by_token = {name: np.repeat(x_nt[:, :, None], L, axis=2) for name, x_nt in by_turn.items()}
@@ -107,18 +107,18 @@ def test_values_may_be_given_by_turn_and_what_was_not_scored_is_absent(layout):
 
 
 @each_layout
-def test_without_length_and_begins_turns_end_with_their_last_chosen_token_and_all_contexts_append(layout):
+def test_without_lengths_turns_end_with_their_last_chosen_token(layout):
     case = learned(3)
     chosen_ntl = case.trajectories.chosen & (np.arange(L) < 4)  # so that turns have given tokens at their ends
     ends_nt = np.where(chosen_ntl, np.arange(1, L + 1), 0).max(axis=2)
     trajectories = case.trajectories.replace(chosen=chosen_ntl)
-    found = laid_out(layout, case._replace(trajectories=trajectories.replace(length=None, begins=None)))
-    said = trajectories.replace(length=ends_nt, begins=np.zeros((N, T), bool))
+    found = laid_out(layout, case._replace(trajectories=trajectories.replace(length=None, starts_context=None)))
+    said = trajectories.replace(length=ends_nt, starts_context=np.zeros((N, T), bool))
     assert_same_batch(found, laid_out(layout, case._replace(trajectories=said)))
 
 
 @each_layout
-def test_F6_what_is_past_a_turns_length_is_never_read(layout):
+def test_F6_slots_past_a_turns_length_are_never_read(layout):
     case = learned(3)
     garbage = {"tokens": -7, "chosen": True, "version": -7}
     garbage |= dict.fromkeys(("logp_sampled", "logp_old", "logp_ref", "value"), np.nan)

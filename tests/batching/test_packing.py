@@ -77,10 +77,10 @@ def segments_of(records, taken, row_length: int) -> list[list[tuple]]:
     for i in taken:
         parts, position = [], itertools.count()
         for t, turn in enumerate(records[i].turns):
-            begins = turn.begins or not records[i].appends
-            position = itertools.count() if begins else position
+            starts_context = turn.starts_context or not records[i].extends_context
+            position = itertools.count() if starts_context else position
             places = [(i, t, slot, next(position)) for slot in range(len(turn.tokens))]
-            if parts and not begins and len(parts[-1]) + len(places) <= row_length:
+            if parts and not starts_context and len(parts[-1]) + len(places) <= row_length:
                 parts[-1] += places
             else:
                 parts.append(places)
@@ -96,7 +96,7 @@ def taken_by(batch: fg.Batch) -> list[int]:
 
 
 @given(SEEDS, st.sampled_from([WHOLE, SPLIT]), st.booleans())
-def test_F5_tokens_that_weigh_something_are_there_once_and_F8_those_without_advantage_can_be_left_out(seed, into, skip):
+def test_F5_F8_weighted_tokens_are_packed_once_unless_without_advantage(seed, into, skip):
     case = learned(seed)
     batch = case.pack(**into, skip_no_signal=skip)
     taken = np.flatnonzero(case.taking_part(skip)).tolist()
@@ -111,7 +111,7 @@ def test_ragged_and_dense_trajectories_give_the_same_batch(seed, skip, ranks, in
     assert_same_batch(case.pack(case.dense, **settings), case.pack(**settings))
 
 
-def test_without_any_weight_or_chosen_token_the_batch_is_all_padding():
+def test_without_weights_the_batch_is_all_padding():
     case, one_nt = learned(0), np.ones((12, 4))
     silent = case.dense.replace(chosen=np.zeros_like(case.dense.chosen), length=None)
     for source, weight_nt in ((case.records, 0 * one_nt), (silent, one_nt)):
@@ -142,7 +142,7 @@ rows_and_lengths = st.integers(1, 40).flatmap(
 
 
 @given(rows_and_lengths)
-def test_best_fit_fills_rows_as_placing_one_by_one_does_without_overlap_overflow_or_gaps(drawn):
+def test_best_fit_equals_placing_segments_one_by_one(drawn):
     row_length, lengths = drawn
     row_k, offset_k, num_rows = best_fit(np.array(lengths), row_length)
     holds_rs = np.zeros((num_rows, row_length), int)
@@ -155,7 +155,7 @@ def test_best_fit_fills_rows_as_placing_one_by_one_does_without_overlap_overflow
 
 
 @given(rows_and_lengths, st.integers(1, 4))
-def test_ranks_get_equally_many_rows_and_nearly_equally_many_tokens(drawn, ranks):
+def test_ranks_get_equal_rows_and_nearly_equal_tokens(drawn, ranks):
     row_length, lengths = drawn
     batch = pack_evenly([of_turns(size) for size in lengths], row_length=row_length, ranks=ranks)
     assert sorted((one[0][0], len(one)) for one in segments_in(batch)) == list(enumerate(lengths))
@@ -179,11 +179,11 @@ def test_ranks_and_fixed_rows_by_hand():
 
 # Too long, and what can't be used ---------------------------------------------------------------------
 
-LONG = [of_turns(4), of_turns(3, 4, 2, 5), of_turns(4, 8, appends=False)]  # the second fits no row of eight
+LONG = [of_turns(4), of_turns(3, 4, 2, 5), of_turns(4, 8, extends_context=False)]  # the second fits no row of eight
 DENSE, ONE_NT = fg.collate(LONG), np.ones((3, 4))
 
 
-def test_what_fits_no_row_can_be_dropped_and_is_no_matter_where_it_takes_no_part():
+def test_trajectories_too_long_for_a_row_can_be_dropped():
     for row_length, taken in ((8, [0, 2]), (7, [0]), (14, [0, 1, 2]), (3, [])):
         assert taken_by(pack_evenly(LONG, row_length=row_length, too_long="drop")) == taken
     weight_nt = ONE_NT * [[1.0], [0.0], [1.0]]
@@ -191,7 +191,7 @@ def test_what_fits_no_row_can_be_dropped_and_is_no_matter_where_it_takes_no_part
     assert taken_by(fg.pack(LONG, weight_nt, ONE_NT, row_length=8, skip_no_signal=True)) == [0, 2]
 
 
-def test_a_split_trajectory_is_cut_only_where_a_row_is_full():
+def test_splits_happen_only_at_full_rows():
     found = segments_in(pack_evenly([of_turns(2, 3, 1, 4)], too_long="split"))
     assert [[turn for _, turn, *_ in segment] for segment in found] == [[0, 0], [1, 1, 1, 2], [3] * 4]
 
@@ -210,7 +210,7 @@ def test_a_split_trajectory_is_cut_only_where_a_row_is_full():
         ([0], {"ranks": 0}, "rows=None can't be shared equally by ranks=0"),
     ],
 )
-def test_what_can_not_be_packed_is_named_with_both_numbers(which, settings, message):
+def test_unpackable_trajectories_are_named_with_both_sizes(which, settings, message):
     with pytest.raises(fg.BadInput, match=f"^{message}"):
         pack_evenly([LONG[i] for i in which], **settings)
 
@@ -228,7 +228,7 @@ def test_what_can_not_be_packed_is_named_with_both_numbers(which, settings, mess
         (DENSE.replace(length=DENSE.length + 1), {}, "Trajectories.length says 9, but a turn has 8 slots"),
     ],
 )
-def test_values_and_trajectories_of_a_wrong_shape_name_what_there_is(source, changes, message):
+def test_wrong_shapes_are_named(source, changes, message):
     with pytest.raises(fg.BadInput, match=f"^{message}$"):
         fg.pack(source, **{"adv": ONE_NT, "weights": ONE_NT, **changes}, row_length=20)
 
@@ -241,7 +241,7 @@ def test_A6_every_token_is_trained_masked_or_dropped(seed, into, skip):
     case, expected = learned(seed), dict.fromkeys([fate for fate in fg.Fate if fate <= fg.Fate.DROPPED_NO_SIGNAL], 0)
     valid_n, signal_n, length_nt = np.asarray(case.dense.valid), case.taking_part(True), case.dense.length
     for i, t, slot in np.argwhere(case.dense.chosen):
-        context_t = np.cumsum(case.dense.begins[i])
+        context_t = np.cumsum(case.dense.starts_context[i])
         longest = max(length_nt[i][context_t == context].sum() for context in context_t)
         if case.weights[i, t, slot] == 0:
             fate = fg.Fate.MASKED_WEIGHTLESS if valid_n[i] else fg.Fate.MASKED_INVALID
@@ -257,7 +257,7 @@ def test_A6_every_token_is_trained_masked_or_dropped(seed, into, skip):
         assert fg.batching.account(source, case.weights, batch, adv=adv) == ledger
 
 
-def test_A6_weights_that_are_not_those_of_the_batch_or_a_token_that_it_lost_raise():
+def test_A6_other_weights_or_a_lost_token_raise():
     """A trajectory is in the batch or not, so no rule of packing explains a part of one."""
     records, ones = [of_turns(4), of_turns(3)], np.ones((2, 1))
     for lost, weights in (([], [[1.0], [0.0]]), ([0], ones), ([5], ones)):

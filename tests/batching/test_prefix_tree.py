@@ -63,7 +63,7 @@ def contexts_of(record: fg.Trajectory, row_length: int) -> list[list[tuple[int, 
     contexts: list[list] = []
     position = 0
     for t, turn in enumerate(record.turns):
-        if turn.begins or not record.appends or not contexts:
+        if turn.starts_context or not record.extends_context or not contexts:
             contexts.append([])
             position = 0
         elif len(contexts[-1]) + len(turn.tokens) > row_length:
@@ -105,7 +105,7 @@ def check(case: Packed, row_length: int, *, skip: bool) -> None:
     for row, slot in np.argwhere(batch.segments > 0):
         n, t, at = (int(x[row, slot]) for x in (batch.trajectory, batch.turn, batch.slot))
         record = case.records[n]
-        path = path_to(tree, row, int(tree.after[row, slot]))
+        path = path_to(tree, row, int(tree.predecessor[row, slot]))
         assert path == tokens_before(record, row_length)[t, at]
         assert batch.positions[row, slot] == dict(positions_of(record, row_length))[t, at]
         assert batch.tokens[row, slot] == record.turns[t].tokens[at]
@@ -135,14 +135,14 @@ def positions_of(record: fg.Trajectory, row_length: int) -> Iterator[tuple[tuple
 
 
 @given(SEEDS, SETTINGS)
-def test_F10_every_context_is_read_back_from_its_row_and_a_row_is_the_trie_of_its_contexts(seed, settings):
+def test_F10_rows_are_the_tries_of_their_contexts(seed, settings):
     case = packed(seed, **settings)
     check(case, settings.get("row_length", 44), skip=settings.get("skip_no_signal", False))
     assert case.batch.tokens.shape == (len(case.batch.tokens), settings.get("entries", settings.get("row_length", 44)))
 
 
 @given(SEEDS)
-def test_later_parts_of_a_split_context_keep_their_positions_and_share_with_such_parts_alone(seed):
+def test_later_parts_of_a_split_context_keep_their_positions(seed):
     check(packed(seed, **SPLIT), 10, skip=False)
 
 
@@ -155,7 +155,7 @@ def test_ragged_and_dense_trajectories_give_the_same_trees(seed, settings):
 
 
 @given(SEEDS, SETTINGS)
-def test_tokens_are_counted_as_laid_out_alone_and_as_computed(seed, settings):
+def test_tokens_are_counted_as_laid_out_and_as_computed(seed, settings):
     case = packed(seed, **settings)
     alone = 0
     for n in set(case.batch.trajectory.ravel().tolist()) - {-1}:
@@ -169,7 +169,7 @@ def test_tokens_are_counted_as_laid_out_alone_and_as_computed(seed, settings):
 
 
 @given(SEEDS, st.sampled_from([44, 90, 200]), st.sampled_from([1, 2, 3]), st.booleans())
-def test_ranks_hold_whole_trajectories_equally_many_and_rows_suffice_without_sharing(seed, row_length, ranks, skip):
+def test_ranks_hold_equal_numbers_of_whole_trajectories(seed, row_length, ranks, skip):
     case = packed(seed, row_length=row_length, ranks=ranks, skip_no_signal=skip)
     rank_rs = np.arange(len(case.batch.tokens))[:, None] * ranks // len(case.batch.tokens)
     real_rs = case.batch.segments > 0
@@ -181,7 +181,13 @@ def test_ranks_hold_whole_trajectories_equally_many_and_rows_suffice_without_sha
     order = sorted(pairs, key=lambda pair: (case.records[pair[0]].group, pair[0]))
     assert [rank for _, rank in order] == sorted(rank for _, rank in pairs)
     for micro_rows in (1, 3):
-        sizes = {"longest": 44, "trajectories": len(case.records), "turns": 4, "micro_rows": micro_rows, "ranks": ranks}
+        sizes = {
+            "max_trajectory_tokens": 44,
+            "trajectories": len(case.records),
+            "turns": 4,
+            "micro_rows": micro_rows,
+            "ranks": ranks,
+        }
         again = make_packer(True, **sizes)(case.records, case.adv, case.weights, skip_no_signal=skip)
         assert tree_of(again).tokens.shape == (tree_sizes(**sizes)["rows"], tree_sizes(**sizes)["row_length"])
 
@@ -197,7 +203,7 @@ def test_ranks_hold_whole_trajectories_equally_many_and_rows_suffice_without_sha
         (20, 4, 1, 128),
     ],
 )
-def test_trees_are_as_long_as_pays(longest, trajectories, micro_rows, row_length):
+def test_tree_lengths_balance_repetition_and_waste(longest, trajectories, micro_rows, row_length):
     assert tree_sizes(longest, trajectories, micro_rows=micro_rows)["row_length"] == row_length
 
 
@@ -228,7 +234,7 @@ def test_trees_by_hand():
     assert tree_of(batch).positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 1, 2, 0]]
     assert tree_of(batch).ends.tolist() == [[6, 6, 6, 6, 6, 6, 11, 9, 9, 11, 11, 0]]
     assert batch.tokens.tolist() == [[6, 5, 6, 5, 5, 5, 6, 5, 0, 0, 0, 0]]
-    assert tree_of(batch).after.tolist() == [[3, 3, 4, 3, 4, 5, 8, 10, -1, -1, -1, -1]]
+    assert tree_of(batch).predecessor.tolist() == [[3, 3, 4, 3, 4, 5, 8, 10, -1, -1, -1, -1]]
     assert batch.trajectory.tolist() == [[2, 0, 0, 3, 3, 3, 4, 1, -1, -1, -1, -1]]
     assert batch.segments.tolist() == [[1, 2, 2, 3, 3, 3, 4, 5, 0, 0, 0, 0]]
     assert count_tokens(batch) == (4 + 5 + 6 + 3 + 3, 11)
@@ -246,9 +252,9 @@ def test_trees_by_hand():
     assert [sorted({*row} - {-1}) for row in parted.trajectory.tolist()] == [[0, 2, 3], [1, 4]]
 
 
-def test_a_context_that_begins_with_a_chosen_token_has_nothing_before_it():
+def test_a_first_chosen_token_has_no_predecessor():
     batch = pack_asked([of_one_turn([], 3, 4), of_one_turn([], 3)])
-    assert tree_of(batch).after[0, :4].tolist() == [-1, -1, 0, -1]
+    assert tree_of(batch).predecessor[0, :4].tolist() == [-1, -1, 0, -1]
     assert tree_of(batch).tokens[0, :2].tolist() == [3, 0]
     assert count_tokens(batch) == (1, 1)
 
@@ -263,12 +269,12 @@ def test_a_context_that_begins_with_a_chosen_token_has_nothing_before_it():
         ({"ranks": 0}, "rows=None can't be shared equally by ranks=0"),
     ],
 )
-def test_what_does_not_fit_is_named_with_both_numbers(sizes, message):
+def test_contexts_that_do_not_fit_are_named_with_both_sizes(sizes, message):
     with pytest.raises(fg.BadInput, match=f"^{message}"):
         pack_asked(**sizes)
 
 
-def test_without_any_weight_or_chosen_token_all_is_padding():
+def test_without_weights_trees_are_all_padding():
     records, nothing_nt = random_records(0), np.zeros((12, 4))
     silent = fg.collate(records).replace(chosen=np.zeros_like(fg.collate(records).chosen), length=None)
     for source, weight_nt in ((records, nothing_nt), (silent, nothing_nt + 1)):
@@ -290,7 +296,7 @@ def test_A6_every_token_is_trained_masked_or_dropped_in_trees_as_in_rows(seed, i
 
 
 @given(SEEDS)
-def test_values_of_trees_come_back_to_their_trajectories(seed):
+def test_values_of_trees_are_unpacked_to_their_trajectories(seed):
     case = packed(seed, row_length=60, rows=12)
     taken_n = ((case.weights != 0) & case.dense.chosen).any(axis=(1, 2))
     back_ntl = UNPACK(case.batch.advantage, case.batch, case.dense.tokens.shape)
@@ -320,7 +326,7 @@ def test_five_hundred_long_trajectories_take_well_under_a_second():
     assert least <= computed <= least + len(batch.tokens) * 1500, "a row begins with what it shares with the one before"
 
 
-def test_prefixes_are_shared_whatever_their_numbers_are():
+def test_prefixes_of_any_token_ids_are_shared():
     """Words above 255 are sorted by their bytes, whose order is that of the numbers."""
     words = [300, 70_000, 2, 2**30]
     records = [of_one_turn(words, 5), of_one_turn([*words[:3], 1], 5), of_one_turn(words, 256)]

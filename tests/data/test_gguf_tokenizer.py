@@ -11,7 +11,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-from flowgrpo.data.gguf_tokenizer import CUTS, build_tokenizer, generation_config
+from flowgrpo.data.gguf_tokenizer import WORD_PATTERNS, build_tokenizer, generation_config
 from flowgrpo.types import BadInput
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -64,14 +64,14 @@ def _merges(tokenizer: Tokenizer) -> list[list[str]]:
 @pytest.mark.parametrize("pre", OWN)
 def test_M5_ids_of_bytes_are_those_of_the_tokenizer_itself(pre):
     tokenizer, metadata = train(OWN[pre])
-    found = build_tokenizer(FILE, {**metadata, "tokenizer.ggml.pre": pre})
+    built = build_tokenizer(FILE, {**metadata, "tokenizer.ggml.pre": pre})
     for string in make_strings(300):
-        ids = found.encode(string, add_special_tokens=False)
+        ids = built.encode(string, add_special_tokens=False)
         assert ids == tokenizer.encode(string).ids, string
-        assert found.decode(ids) == string
-    assert len(found) == tokenizer.get_vocab_size()  # what fills up the embedding is no token
+        assert built.decode(ids) == string
+    assert len(built) == tokenizer.get_vocab_size()  # what fills up the embedding is no token
     with_bos = pre in ("llama-bpe", "tekken")
-    assert found.encode("a") == [1] * with_bos + found.encode("a", add_special_tokens=False)
+    assert built.encode("a") == [1] * with_bos + built.encode("a", add_special_tokens=False)
 
 
 def sentencepiece(string: str, scores: dict[str, float], ids: dict[str, int]) -> list[int]:
@@ -106,15 +106,15 @@ def test_M5_ids_of_sentencepiece_are_those_of_its_scores(prefix):
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.add_space_prefix": prefix,
     }
-    found = build_tokenizer(FILE, metadata)
+    built = build_tokenizer(FILE, metadata)
     scores = dict(zip(tokens[259:], values[259:].tolist(), strict=True))
     ids = {token: i for i, token in enumerate(tokens)}
     for _ in range(200):
         string = "".join(draw.choice([*"abcde ", "é", "日", "🎉", "z"], draw.integers(1, 15)))
         wanted = sentencepiece(" " * prefix + string, scores, ids)
-        assert found.encode(string, add_special_tokens=False) == wanted, string
-        assert found.decode(wanted) == string
-    assert found.encode("a")[0] == 1  # SentencePiece begins a text, where the file says nothing
+        assert built.encode(string, add_special_tokens=False) == wanted, string
+        assert built.decode(wanted) == string
+    assert built.encode("a")[0] == 1  # SentencePiece begins a text, where the file says nothing
 
 
 def test_a_saved_tokenizer_is_the_same_with_its_templates(tmp_path):
@@ -122,13 +122,13 @@ def test_a_saved_tokenizer_is_the_same_with_its_templates(tmp_path):
 
     _, metadata = train(WHOLE_BYTES)
     templates = {"tokenizer.chat_template": "{{ messages[0].content }}", "tokenizer.chat_template.tool_use": "tools"}
-    found = build_tokenizer(FILE, {**metadata, "tokenizer.ggml.pre": "gpt-2", **templates})
-    found.save_pretrained(tmp_path)
+    built = build_tokenizer(FILE, {**metadata, "tokenizer.ggml.pre": "gpt-2", **templates})
+    built.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again.chat_template == {"default": "{{ messages[0].content }}", "tool_use": "tools"}
-    assert again.special_tokens_map == found.special_tokens_map
+    assert again.special_tokens_map == built.special_tokens_map
     string = "it's 12 <|im_end|> naïve"
-    assert again.encode(string) == found.encode(string)
+    assert again.encode(string) == built.encode(string)
     ends = generation_config({**metadata, "tokenizer.ggml.eot_token_id": 0})
     assert json.loads(ends or b"{}")["eos_token_id"] == [2, 0]
 
@@ -151,4 +151,4 @@ def test_a_tokenizer_that_cant_be_read_is_refused_by_field(message):
     with pytest.raises(BadInput, match=r"model\.gguf") as error:
         build_tokenizer(FILE, {**metadata, **BROKEN[message]})
     assert message in str(error.value)
-    assert set(OWN) <= set(CUTS)
+    assert set(OWN) <= set(WORD_PATTERNS)

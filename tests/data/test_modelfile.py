@@ -7,7 +7,7 @@ import pytest
 from gguf_models import text_of
 from tokenizer_cases import NAMES, STYLES, byte_level, fast, says
 
-from flowgrpo.data.modelfile import find_turns, go_template, write_modelfile
+from flowgrpo.data.modelfile import go_template, infer_turn_format, write_modelfile
 from flowgrpo.data.tokenizer import apply_template
 
 CHATML = {role: (f"<|im_start|>{role}\n", "<|im_end|>\n") for role in ("user", "assistant", "system")}
@@ -16,7 +16,7 @@ CHATML = {role: (f"<|im_start|>{role}\n", "<|im_end|>\n") for role in ("user", "
 def styled(name: str, template: str | None = None):
     text = text_of(fast(byte_level(), STYLES[name], STYLES[name].template))
     if template is not None:
-        text.tokenizer.chat_template = template
+        text.hf_tokenizer.chat_template = template
     return text
 
 
@@ -57,8 +57,8 @@ def run_go(template: str, messages: list[dict[str, str]]) -> str:
     return block(0, None, True)[0]
 
 
-def test_turns_of_chatml_are_those_by_hand():
-    turns = find_turns(styled("qwen2.5"))
+def test_turn_format_of_chatml_by_hand():
+    turns = infer_turn_format(styled("qwen2.5"))
     assert turns is not None
     assert turns.around == CHATML
     assert turns.lead == "<|im_start|>system\nBe helpful.<|im_end|>\n"
@@ -70,9 +70,9 @@ def test_turns_of_chatml_are_those_by_hand():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_go_template_writes_what_the_chat_template_does(name):
+def test_the_go_template_renders_like_the_chat_template(name):
     text = styled(name)
-    turns = find_turns(text)
+    turns = infer_turn_format(text)
     assert turns is not None
     chats = [[says("user", "a {{ b }}"), says("assistant", 'says "c"'), says("user", "d")], [says("user", "alone")]]
     if "system" in turns.around:
@@ -94,9 +94,9 @@ def test_the_go_template_writes_what_the_chat_template_does(name):
         "",
     ],
 )
-def test_a_template_that_does_more_has_no_turns(template, tmp_path):
+def test_a_template_that_does_more_has_no_turn_format(template, tmp_path):
     text = styled("qwen2.5", template)
-    assert find_turns(text) is None
+    assert infer_turn_format(text) is None
     write_modelfile(tmp_path / "Modelfile", text, "x.gguf")
     assert (
         tmp_path / "Modelfile"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowgrpo.data.task_files import parse_fields, read_tasks
-from flowgrpo.data.tasks import Tasks, batch_at, permuted, split_of, split_tasks, task_at
+from flowgrpo.data.tasks import Tasks, batch_at, permute, split_of, split_tasks, task_at
 from flowgrpo.types import BadInput, Task
 
 GOOD = {"id": "a", "query": "2 + 2?", "answers": ["4", "four"], "domain": "math"}
@@ -34,7 +34,7 @@ def write(tmp_path):
 
 
 @given(st.integers(1, 60), st.integers(0, 2**64), st.lists(st.integers(1, 30), min_size=1, max_size=5))
-def test_every_epoch_is_a_permutation_and_resuming_from_any_cursor_equals_going_on(count, seed, sizes):
+def test_epochs_are_permutations_from_any_cursor(count, seed, sizes):
     tasks, cursor, parts = some(count), 0, []
     for size in sizes:
         batch, cursor = batch_at(tasks, seed, cursor, size)
@@ -44,18 +44,18 @@ def test_every_epoch_is_a_permutation_and_resuming_from_any_cursor_equals_going_
     assert sorted(order) == list(range(count))
 
 
-def test_order_differs_between_epochs_and_seeds_and_is_the_same_on_every_machine():
+def test_order_depends_on_epoch_and_seed_alone():
     keys = [f"{seed}:{epoch}".encode() for seed in range(5) for epoch in range(5)]
-    assert len({tuple(permuted(place, 50, key) for place in range(50)) for key in keys}) == 25
+    assert len({tuple(permute(place, 50, key) for place in range(50)) for key in keys}) == 25
     assert [task_at(some(10), 0, index) for index in range(12)] == [6, 2, 3, 4, 8, 9, 5, 0, 7, 1, 5, 4]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_all_permutations_of_a_few_tasks_come_up_equally_often(count):
-    seen = Counter(tuple(permuted(p, count, b"7:%d" % epoch) for p in range(count)) for epoch in range(2000))
+    counts = Counter(tuple(permute(p, count, b"7:%d" % epoch) for p in range(count)) for epoch in range(2000))
     mean = 2000 / factorial(count)
-    chi_squared = sum((times - mean) ** 2 / mean for times in seen.values())
-    assert len(seen) == factorial(count)
+    chi_squared = sum((times - mean) ** 2 / mean for times in counts.values())
+    assert len(counts) == factorial(count)
     assert chi_squared < factorial(count) + 5 * factorial(count) ** 0.5 * 2**0.5
 
 
@@ -67,10 +67,10 @@ def test_splits_partition_whatever_the_order(ids, random):
     assert all(split_of(task.id) == name for name, part in parts.items() for task in part)
 
 
-def test_splits_have_about_their_shares():
-    shares = {"train": 0.7, "validation": 0.1, "test": 0.2, "none": 0.0}
-    sizes = {name: len(part) / 5000 for name, part in split_tasks(some(5000), shares).items()}
-    assert sizes == pytest.approx(shares, abs=0.02)
+def test_splits_have_about_their_fractions():
+    fractions = {"train": 0.7, "validation": 0.1, "test": 0.2, "none": 0.0}
+    sizes = {name: len(part) / 5000 for name, part in split_tasks(some(5000), fractions).items()}
+    assert sizes == pytest.approx(fractions, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_splits_have_about_their_shares():
         (lambda: Tasks((*some(3), Task("t1", "!", (), "code"))), "'t1' is there twice"),
         (lambda: split_tasks(some(3), {}), "sum to 1"),
         (lambda: split_tasks(some(3), {"a": 0.5}), "sum to 1"),
-        (lambda: split_tasks(some(3), {"a": 1.5, "b": -0.5}), "share 'a' is 1.5, but must be at least 0 and at most 1"),
+        (lambda: split_tasks(some(3), {"a": 1.5, "b": -0.5}), "'a' is 1.5, but must be at least 0 and at most 1"),
         (lambda: parse_fields(["query"]), "NAME=FIELD"),
         (lambda: read_tasks("none.jsonl"), "is no file"),
         (lambda: read_tasks("tasks.csv"), "tasks are read from .jsonl and .parquet"),
     ],
 )
-def test_what_means_nothing_is_refused(make, words):
+def test_invalid_arguments_are_refused(make, words):
     with pytest.raises(BadInput, match=words):
         make()
 
@@ -104,19 +104,19 @@ def test_a_jsonl_file_gives_its_tasks(write):
     assert (len(tasks), tasks[1].id, tasks.left_out) == (3, "7", ())
 
 
-def test_fields_are_mapped_dots_lead_into_records_and_ids_may_be_made_of_the_content(write):
+def test_fields_are_mapped_with_dots_and_ids_from_content(write):
     record = {"uid": "u", "problem": "1 + 1", "reward_model": {"gold": [2]}, "cases": ["assert f()"]}
     fields = parse_fields(["id=uid", "query=problem", "answers=reward_model.gold", "tests=cases"])
     tasks = read_tasks(write(record), fields=fields, domain="math")
-    kept = {"tests": ["assert f()"], "reward_model": {"gold": [2]}}
-    assert list(tasks) == [Task("u", "1 + 1", ("2",), "math", kept)]
+    metadata = {"tests": ["assert f()"], "reward_model": {"gold": [2]}}
+    assert list(tasks) == [Task("u", "1 + 1", ("2",), "math", metadata)]
     records = [{**GOOD, "query": query} for query in ("one", "two")]
-    one, two = read_tasks(write(*records), fields={"id": "#"})
+    first, second = read_tasks(write(*records), fields={"id": "#"})
     (again,) = read_tasks(write(records[1]), fields={"id": "#"})
-    assert one.id != two.id == again.id
+    assert first.id != second.id == again.id
 
 
-def test_the_layout_of_gsm8k_is_read_as_it_is_and_its_answer_stands_behind_the_mark(write):
+def test_gsm8k_is_read_as_it_is(write):
     solution = "She has 2 * 600 = <<2*600=1200>>1200 shells.\n#### 1,200"
     record = {"question": "How many?", "answer": solution}
     (task,) = read_tasks(write(record), domain="answer")
@@ -135,7 +135,7 @@ def test_the_layout_of_gsm8k_is_read_as_it_is_and_its_answer_stands_behind_the_m
         read_tasks(write({**record, "answer": "1200"}), domain="answer")
 
 
-def test_images_are_found_beside_the_task_file_under_any_name_or_are_missing(write, tmp_path):
+def test_images_are_relative_to_the_task_file(write, tmp_path):
     cat = str(tmp_path / "cat.png")
     (tmp_path / "cat.png").write_bytes(b"x")
     (task,) = read_tasks(write({**GOOD, "image": "cat.png"}))
@@ -146,9 +146,9 @@ def test_images_are_found_beside_the_task_file_under_any_name_or_are_missing(wri
         read_tasks(write(GOOD, {**GOOD, "id": "b", "images": ["cat.png", "dog.png"]}))
     records = {"id": "a", "media": {"path": "cat.png"}, "source": "algebra"}, {"id": "b", "source": None}
     path = write(*({"query": "?", "answers": ["4"], **record} for record in records))
-    one, two = read_tasks(path, fields={"images": "media.path", "domain": "source"}, domain="math")
-    assert (one.metadata["image"], one.domain) == (cat, "algebra")
-    assert ("image" in two.metadata, two.domain) == (False, "math")
+    first, second = read_tasks(path, fields={"images": "media.path", "domain": "source"}, domain="math")
+    assert (first.metadata["image"], first.domain) == (cat, "algebra")
+    assert ("image" in second.metadata, second.domain) == (False, "math")
     with pytest.raises(BadInput, match="images are mapped to 'picture', but no record has such a field"):
         read_tasks(path, fields={"images": "picture"}, domain="math")
 
@@ -189,9 +189,9 @@ def test_a_bad_line_is_named_and_can_be_left_out(write, line, words):
         read_tasks(path)
     assert str(caught.value).startswith(f"{path}, line 2: ")
     assert words in str(caught.value)
-    kept = read_tasks(path, skip_bad=True)
-    assert [task.id for task in kept] == ["first", "last"]
-    assert kept.left_out == (str(caught.value),)
+    tasks = read_tasks(path, skip_bad=True)
+    assert [task.id for task in tasks] == ["first", "last"]
+    assert tasks.left_out == (str(caught.value),)
 
 
 def test_a_file_without_a_good_task_is_refused(write):
@@ -202,7 +202,7 @@ def test_a_file_without_a_good_task_is_refused(write):
         read_tasks("a" * 5000 + ".jsonl")
 
 
-def test_a_parquet_file_gives_the_same_tasks_and_names_its_rows(write, tmp_path):
+def test_a_parquet_file_gives_the_same_tasks(write, tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "tasks.parquet"
 
@@ -210,7 +210,7 @@ def test_a_parquet_file_gives_the_same_tasks_and_names_its_rows(write, tmp_path)
         parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
         return path
 
-    own = {
+    record = {
         "id": 0,
         "question": "Who?",
         "chain": "",
@@ -218,8 +218,10 @@ def test_a_parquet_file_gives_the_same_tasks_and_names_its_rows(write, tmp_path)
         "source": "nq",
         "extra_info": {"idx": 0},
     }  # AgentFlow
-    assert list(read_tasks(write(own))) == [Task("0", "Who?", ("Ada",), "nq", {"chain": "", "extra_info": {"idx": 0}})]
-    for rows in ([own], [{**GOOD, "level": 2}, {**GOOD, "id": "b"}]):
+    assert list(read_tasks(write(record))) == [
+        Task("0", "Who?", ("Ada",), "nq", {"chain": "", "extra_info": {"idx": 0}})
+    ]
+    for rows in ([record], [{**GOOD, "level": 2}, {**GOOD, "id": "b"}]):
         assert list(read_tasks(as_parquet(*rows))) == list(read_tasks(write(*rows)))
     with pytest.raises(BadInput, match="row 2: field 'query' is missing"):
         read_tasks(as_parquet(GOOD, {**GOOD, "id": "b", "query": None}))
@@ -237,7 +239,7 @@ def test_a_missing_extra_is_named(monkeypatch, tmp_path, module, source):
 
 
 @pytest.mark.oracle
-def test_reasoning_gym_makes_the_same_tasks_again_or_says_why_not():
+def test_reasoning_gym_generates_reproducible_tasks():
     tasks = read_tasks("reasoning_gym:chain_sum?size=20&seed=3")
     assert tasks[4].metadata["reasoning_gym"] == {"name": "chain_sum", "options": {"size": 20, "seed": 3}, "index": 4}
     assert tasks[0].answers == (str(eval(tasks[0].query.split(": ")[1].removesuffix(" ="))),)

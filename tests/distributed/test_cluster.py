@@ -29,13 +29,13 @@ SIZES = (
 
 @pytest.fixture(autouse=True)
 def own_devices(monkeypatch):
-    """The commands have the devices that they ask for, and not those of the tests."""
+    """The commands have the devices that they request, and not those of the tests."""
     monkeypatch.setenv("XLA_FLAGS", xla_flags(1))
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory) -> str:
-    """Return the flag of a compilation cache that the runs share: what one has compiled, the next finds."""
+    """Flag of a compilation cache that the runs share."""
     return f"--compilation_cache={tmp_path_factory.mktemp('compiled')}"
 
 
@@ -44,23 +44,23 @@ def run(module: str, *flags: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_S1_one_kill_of_each_kind_of_process_gives_the_bits_of_a_single_process(cache, tmp_path):
-    """With one process of each kind none goes on without the others: every kill meets an update. And S2: it replays."""
-    sizes = [*TINY.split(), "--domains=drawing", "--updates=8", cache]  # in drawing it has some success at once
+def test_S1_one_kill_of_each_kind_gives_the_bits_of_a_single_process(cache, tmp_path):
+    """With one process of each kind every kill hits an update. And S2: the run can be replayed."""
+    sizes = [*TINY.split(), "--domains=drawing", "--updates=8", cache]  # whose warm start has some success
     command = [sys.executable, "-m", "experiments.cluster", *sizes, "--rollout_workers=1", "--reward_workers=any=1"]
 
-    def rest(process: subprocess.Popen, folder: Path) -> None:
-        """Wait until the next update begins."""
+    def wait_for_update(process: subprocess.Popen, folder: Path) -> None:
+        """Wait until the next update starts."""
         _await(process, folder, "train", since=time.time())
 
-    met = soak_cluster(command, tmp_path / "killed", kills=4, chance=random.Random(0), rest=rest)
-    assert sorted(victim.kind for victim in met if victim.recovered) == ["master", "reward", "rollout", "train"]
-    assert_a_single_process_does_the_same(tmp_path, sizes)
-    again = run("replay", str(tmp_path / "killed"), cache)
-    assert again.returncode == 0, again.stdout + again.stderr
+    all_kills = soak_cluster(command, tmp_path / "killed", kills=4, rng=random.Random(0), pause=wait_for_update)
+    assert sorted(kill.kind for kill in all_kills if kill.recovered) == ["master", "reward", "rollout", "train"]
+    assert_equal_to_a_single_process(tmp_path, sizes)
+    replay = run("replay", str(tmp_path / "killed"), cache)
+    assert replay.returncode == 0, replay.stdout + replay.stderr
 
 
-def assert_a_single_process_does_the_same(base: Path, sizes: list[str]) -> None:
+def assert_equal_to_a_single_process(base: Path, sizes: list[str]) -> None:
     single = run("agentflow", *sizes, f"--workdir={base / 'single'}")
     assert single.returncode == 0, single.stderr[-2000:]
     sha, alone = (
@@ -73,7 +73,7 @@ def assert_a_single_process_does_the_same(base: Path, sizes: list[str]) -> None:
 
 
 @pytest.mark.soak
-def test_S1_a_cluster_whose_processes_are_killed_makes_the_bits_of_a_single_process(cache, tmp_path):
+def test_S1_a_cluster_with_kills_gives_the_bits_of_a_single_process(cache, tmp_path):
     sizes = [*SIZES.split(), "--updates=20", cache]
     shape = ["--rollout_workers=2", "--reward_workers=any=2"]
     command = [sys.executable, "-m", "experiments.cluster", *sizes, *shape]
@@ -81,14 +81,14 @@ def test_S1_a_cluster_whose_processes_are_killed_makes_the_bits_of_a_single_proc
     assert figures["differences"] == []
     assert figures["kills"] >= 4
     assert {"master", "train", "rollout", "reward"} <= set(figures["by_kind"])
-    assert_a_single_process_does_the_same(tmp_path, sizes)
+    assert_equal_to_a_single_process(tmp_path, sizes)
     assert len(json.loads((tmp_path / "whole" / "result.json").read_text())["rollout_pids"]) == 2
-    again = run("replay", str(tmp_path / "killed"), cache)
-    assert again.returncode == 0, again.stdout + again.stderr
+    replay = run("replay", str(tmp_path / "killed"), cache)
+    assert replay.returncode == 0, replay.stdout + replay.stderr
 
 
 @pytest.mark.soak
-def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_parameters(cache, tmp_path):
+def test_S2_an_asynchronous_run_is_replayed_to_the_same_parameters(cache, tmp_path):
     folder = tmp_path / "run"
     shape = ["--schedule=async", "--staleness=2", "--rollout_workers=2"]
     ran = run("cluster", *SIZES.split(), "--updates=5", cache, *shape, f"--workdir={folder}")
@@ -97,9 +97,9 @@ def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_par
     assert result["staleness"] <= 2
     kinds = [line["event"]["kind"] for line in read_events(folder / "events.jsonl") if line["what"] == "event"]
     assert kinds.count("trained") == 5
-    again = run("replay", str(folder), cache)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert json.loads(again.stdout.splitlines()[-1])["params_sha256"] == result["params_sha256"]
+    replay = run("replay", str(folder), cache)
+    assert replay.returncode == 0, replay.stdout + replay.stderr
+    assert json.loads(replay.stdout.splitlines()[-1])["params_sha256"] == result["params_sha256"]
     (folder / "result.json").write_text(json.dumps(result | {"params_sha256": "another"}))
     other = run("replay", str(folder), cache)
     assert other.returncode == 1
@@ -107,8 +107,8 @@ def test_S2_a_run_whose_order_was_a_matter_of_clocks_is_replayed_to_the_same_par
 
 
 @pytest.mark.soak
-def test_two_trainers_are_one_process_of_two_devices(cache, tmp_path):
-    """With tasks that are chosen by what is known of them, too: the master does that here, and the run itself there."""
+def test_two_trainers_equal_one_process_with_two_devices(cache, tmp_path):
+    """Also with tasks that are chosen by success: the master does that here, and the run itself there."""
     sizes = [*SIZES.split(), "--updates=3", cache, "--mesh=data=2", "--prompts=hard"]
     one = run("agentflow", *sizes, "--cpu_devices=2", f"--workdir={tmp_path / 'one'}")
     two = run("cluster", *sizes, "--trainer_workers=2", f"--workdir={tmp_path / 'two'}")
@@ -123,7 +123,7 @@ def test_two_trainers_are_one_process_of_two_devices(cache, tmp_path):
     ("flags", "says"),
     [
         (("--schedule=sync", "--staleness=2"), "--staleness means nothing to --schedule=sync"),
-        (("--schedule=partial",), "--schedule=partial needs --budget"),
+        (("--schedule=partial",), "--schedule=partial needs --segment_tokens"),
         (("--reward_workers=code",), "'code' should be DOMAIN=COUNT"),
         (("--trainer_workers=2", "--mesh=fsdp=2"), "give --mesh=data=2"),
     ],
@@ -155,8 +155,8 @@ def test_a_replay_needs_a_clusters_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_S3_a_process_that_is_stopped_is_ended_and_its_calls_are_lost():
-    """It can't end by itself: somebody else has to."""
+def test_S3_a_stopped_process_is_killed_and_its_calls_are_lost():
+    """It can't end by itself."""
     command = [sys.executable, "-m", "tests.distributed.stopped"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -1,31 +1,31 @@
-"""Messages between master and workers: a stretch as text is the same stretch, and every token is counted once."""
+"""Messages between master and workers: a slice survives as text, and every token is counted once."""
 
 from dataclasses import replace
 
 from flowgrpo.contracts import Completion
-from flowgrpo.distributed.messages import Stretch, lengths, pack_stretch, unpack_stretch, versions
-from flowgrpo.rollout.records import CutAction, Unfinished, aborted, make_turn
+from flowgrpo.distributed.messages import RolloutSlice, lengths, pack_slice, unpack_slice, versions
+from flowgrpo.rollout.records import PartialAction, PartialTrajectory, abort, make_turn
 from flowgrpo.types import Task
 
 TURN = make_turn([1, 2], [3, 4], [-0.5, -0.25], 3, None, 7)
-WHOLE = Unfinished(Task("t", "q", ("1",), "any"), (1, 2), 4, 0, (TURN,), ("echo",), (False,), (), (0, 0), 1.5)
+WHOLE = PartialTrajectory(Task("t", "q", ("1",), "any"), (1, 2), 4, 0, (TURN,), ("echo",), (False,), (), (0, 0), 1.5)
 SAMPLED = Completion([5, 6, 7], [-1.5, -0.1, -0.2], [3, 3, 4], "budget")
-CUT = replace(WHOLE, sample=1, begun=CutAction((8, 9), -1, SAMPLED))
-STRETCH = Stretch((replace(aborted(CUT, "late"), sample=2),), (WHOLE, CUT))
+CUT = replace(WHOLE, sample=1, partial_action=PartialAction((8, 9), -1, SAMPLED))
+SLICE = RolloutSlice((replace(abort(CUT, "late"), sample=2),), (WHOLE, CUT))
 
 
-def test_S1_a_stretch_as_text_is_the_same_stretch():
-    again = unpack_stretch(pack_stretch(STRETCH))
-    assert pack_stretch(again) == pack_stretch(STRETCH)
-    assert again.unfinished[0].begun is None
-    begun = again.unfinished[1].begun
-    assert begun is not None
-    assert (begun.said, begun.anchor) == ((8, 9), -1)
-    assert begun.sampled == SAMPLED
-    assert again.played[0].turns[1].version.tolist() == [3, 3, 3, 3, 4]
+def test_S1_a_slice_survives_as_text():
+    restored = unpack_slice(pack_slice(SLICE))
+    assert pack_slice(restored) == pack_slice(SLICE)
+    assert restored.unfinished[0].partial_action is None
+    partial_action = restored.unfinished[1].partial_action
+    assert partial_action is not None
+    assert (partial_action.context, partial_action.anchor) == ((8, 9), -1)
+    assert partial_action.completion == SAMPLED
+    assert restored.trajectories[0].turns[1].version.tolist() == [3, 3, 3, 3, 4]
 
 
-def test_A6_the_tokens_of_an_action_that_was_cut_count():
-    assert lengths(STRETCH) == {(4, 0): 2, (4, 1): 5, (4, 2): 5}
-    assert versions(STRETCH) == {3, 4}
-    assert versions(Stretch((), (WHOLE,))) == {3}
+def test_A6_tokens_of_a_cut_action_are_counted():
+    assert lengths(SLICE) == {(4, 0): 2, (4, 1): 5, (4, 2): 5}
+    assert versions(SLICE) == {3, 4}
+    assert versions(RolloutSlice((), (WHOLE,))) == {3}

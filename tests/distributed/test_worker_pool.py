@@ -1,14 +1,14 @@
-"""How a worker is: its processor time, and the share of its GPUs, by the driver's tool; what the master shows."""
+"""Heartbeats of workers: processor time, and GPU utilization by the driver's tool; the status table."""
 
 import os
 import time
 from types import SimpleNamespace
 
 import pytest
-from cluster_cases import ThreadBackend, Work
+from cluster_cases import ThreadBackend, ToyRun
 
 from flowgrpo.distributed import schedule, table, worker_pool
-from flowgrpo.distributed.worker_pool import Heartbeat, WorkerStatus, gpu_share, take_heartbeat
+from flowgrpo.distributed.worker_pool import Heartbeat, WorkerStatus, measure_gpu_utilization, take_heartbeat
 
 
 def put_tool(folder, monkeypatch, script: str) -> None:
@@ -18,57 +18,57 @@ def put_tool(folder, monkeypatch, script: str) -> None:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def test_processor_time_grows_and_its_share_is_between_two_heartbeats():
-    first, until = take_heartbeat(["a call"]), time.process_time() + 0.05
-    while time.process_time() < until:
+def test_cpu_utilization_is_between_two_heartbeats():
+    first, deadline = take_heartbeat(["a call"]), time.process_time() + 0.05
+    while time.process_time() < deadline:
         pass
     second = take_heartbeat()
-    assert first.words == ("a call",)
-    assert second.cpu >= first.cpu + 0.05
-    seen = WorkerStatus()
-    seen.take(Heartbeat((), 10.0, None), 100.0)
-    assert seen.cpu is None
-    seen.take(Heartbeat((), 13.0, None), 102.0)
-    assert seen.cpu == 1.5
-    seen.take(Heartbeat((), 1.0, None), 104.0)  # another process stands in its place
-    assert seen.cpu == 1.5
+    assert first.activities == ("a call",)
+    assert second.cpu_seconds >= first.cpu_seconds + 0.05
+    status = WorkerStatus()
+    status.add_heartbeat(Heartbeat((), 10.0, None), 100.0)
+    assert status.cpu_utilization is None
+    status.add_heartbeat(Heartbeat((), 13.0, None), 102.0)
+    assert status.cpu_utilization == 1.5
+    status.add_heartbeat(Heartbeat((), 1.0, None), 104.0)  # another process has taken its place
+    assert status.cpu_utilization == 1.5
 
 
-def test_the_share_of_gpus_is_the_mean_of_those_that_were_given(tmp_path, monkeypatch):
+def test_gpu_utilization_is_the_mean_of_the_given_gpus(tmp_path, monkeypatch):
     put_tool(tmp_path, monkeypatch, f'echo "$@" > {tmp_path}/asked; echo 40; echo 90')
-    assert gpu_share("2,3") == pytest.approx(0.65)
+    assert measure_gpu_utilization("2,3") == pytest.approx(0.65)
     assert (tmp_path / "asked").read_text().split()[-1] == "--id=2,3"
-    assert gpu_share("") is None
+    assert measure_gpu_utilization("") is None
 
 
-def test_the_driver_is_asked_once_in_a_while_and_not_at_every_heartbeat(tmp_path, monkeypatch):
+def test_the_driver_is_not_asked_at_every_heartbeat(tmp_path, monkeypatch):
     put_tool(tmp_path, monkeypatch, f"echo asked >> {tmp_path}/asked; echo 50")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     now = [1000.0]
     monkeypatch.setattr(worker_pool, "time", SimpleNamespace(monotonic=lambda: now[0], process_time=time.process_time))
-    shares = []
+    utilization = []
     for now[0] in (1000.0, 1001.0, 1009.0, 1011.0):
-        shares.append(take_heartbeat().gpu)
-    assert shares == [0.5] * 4
+        utilization.append(take_heartbeat().gpu_utilization)
+    assert utilization == [0.5] * 4
     assert (tmp_path / "asked").read_text().splitlines() == ["asked"] * 2
 
 
 @pytest.mark.parametrize("script", ["echo '[N/A]'", "echo no driver; exit 9", "true"])
-def test_where_the_tool_says_nothing_there_is_no_share(tmp_path, monkeypatch, script):
+def test_gpu_utilization_is_none_if_the_driver_does_not_say(tmp_path, monkeypatch, script):
     put_tool(tmp_path, monkeypatch, script)
-    assert gpu_share("0") is None
+    assert measure_gpu_utilization("0") is None
 
 
-def test_the_table_tells_queues_staleness_and_what_everybody_does(tmp_path, capsys):
-    work = Work()
-    work.slow = [0.0, 1.5, 1.5]
-    master = work.master(ThreadBackend(), schedule.asynchronous(3, 6), tmp_path)
-    master.on_turn = table.StatusTable(0.2)
+def test_the_table_shows_queues_staleness_and_the_work_of_each_worker(tmp_path, capsys):
+    toy = ToyRun()
+    toy.delays = [0.0, 1.5, 1.5]
+    master = toy.master(ThreadBackend(), schedule.asynchronous(3, 6), tmp_path)
+    master.on_iteration = table.StatusTable(0.2)
     master.run()
-    said = capsys.readouterr().err
-    assert "of 6 (async): " in said
-    assert "last update: success 0.500, groups without a signal 25%" in said
-    worker = next(line.split() for line in said.splitlines() if line.split()[:1] == ["rollout-0"])
+    output = capsys.readouterr().err
+    assert "of 6 (async): " in output
+    assert "last update: success 0.500, groups without a signal 25%" in output
+    worker = next(line.split() for line in output.splitlines() if line.split()[:1] == ["rollout-0"])
     assert worker[1] == str(os.getpid())
-    assert "train-0" in said
+    assert "train-0" in output
     assert table.status_lines(master, 65.0)[0].endswith("; 1:05 left")

@@ -8,21 +8,21 @@ from env_cases import ENVS, at, play, played, player, repeated, talk, talks, tas
 from flowgrpo.envs.arithmetic import (
     DECEPTIVE,
     LETTER,
-    MOST_LOOKUPS,
+    MAX_LOOKUPS,
+    NUM_OPERANDS,
     NUMBER,
-    OPERANDS,
     TEMPLATES,
     Expression,
     Flaws,
     arithmetic,
-    faultless,
+    flawless_habits,
     make_plan,
 )
-from flowgrpo.envs.env import in_words
+from flowgrpo.envs.env import to_words
 
 ENV = ENVS["arithmetic"]
 WITHOUT_FLAWS = Flaws((0.0,) * 4, 0.0, 0.0, 0.0)
-ANSWER = jax.jit(lambda task: make_plan(task, faultless(task), base=19).answer)
+ANSWER = jax.jit(lambda task: make_plan(task, flawless_habits(task), base=19).answer)
 
 
 def task_of(text: str, pointers: str = "", **values: int) -> Expression:
@@ -33,23 +33,23 @@ def task_of(text: str, pointers: str = "", **values: int) -> Expression:
     shape = " ".join(dict.fromkeys("+-*", "o").get(word, word) for word in words)
     for letter, place in zip(letters, "xyzw", strict=False):
         shape = shape.replace(letter, place)
-    holds = np.full(8, NUMBER + 1, np.int32)
+    letter_values = np.full(8, NUMBER + 1, np.int32)
     for letter, value in values.items():
-        holds[ord(letter) - ord("a")] = NUMBER + value
-    there, points = {}, np.zeros(4, bool)
-    for here, target in (pair.split(">") for pair in pointers.split()):
-        holds[ord(here) - ord("a")] = LETTER + ord(target) - ord("a")
-        points[letters.index(here)] = True
-        there[letters.index(here)] = target
-    others = [letter for letter in "abcdefgh" if letter not in letters and letter not in there.values()]
+        letter_values[ord(letter) - ord("a")] = NUMBER + value
+    targets, is_pointer = {}, np.zeros(4, bool)
+    for operand, target in (pair.split(">") for pair in pointers.split()):
+        letter_values[ord(operand) - ord("a")] = LETTER + ord(target) - ord("a")
+        is_pointer[letters.index(operand)] = True
+        targets[letters.index(operand)] = target
+    others = [letter for letter in "abcdefgh" if letter not in letters and letter not in targets.values()]
     fourth = letters[3] if len(letters) == 4 else others.pop()
-    order = [*letters[:3], fourth, *(there[i] if i in there else others.pop() for i in range(4))]
+    order = [*letters[:3], fourth, *(targets[i] if i in targets else others.pop() for i in range(4))]
     task = Expression(
         np.int32(TEMPLATES.index(shape)),
         np.array(operators + [0] * (3 - len(operators)), np.int32),
         np.array([ord(letter) - ord("a") for letter in order], np.int32),
-        points,
-        holds,
+        is_pointer,
+        letter_values,
         np.int32(0),
     )
     return task.replace(answer=np.asarray(ANSWER(task)))
@@ -100,7 +100,7 @@ def test_the_oracle_looks_up_first_what_it_works_out_first():
         assert found.best[:3] == [f"lookup {letter} <end>" for letter in letters]
 
 
-def test_what_is_no_call_is_an_error_that_costs_a_turn_and_a_wrong_answer_ends_with_nothing():
+def test_a_malformed_action_costs_a_turn_and_a_wrong_answer_ends():
     lines = ["lookup 3", "add a 3", "add 3", "answer", "answer a", "lookup", "lookup a b", "+ 3 4", "a", "error"]
     bad = talks(ENV, SUM, *([f"{line} <end>"] for line in lines), ["lookup a"], ["lookup a a"], [""], end="")
     for found in bad:
@@ -111,7 +111,7 @@ def test_what_is_no_call_is_an_error_that_costs_a_turn_and_a_wrong_answer_ends_w
     assert (bool(now.done), bool(now.correct), bool(now.error), float(now.reward)) == (True, False, False, 0.0)
 
 
-def test_anchors_are_what_has_been_found_out():
+def test_anchors_are_the_set_of_calls():
     """The order of calls, repeats, errors and the order of factors don't matter; what was asked does."""
     talk_of = ["lookup a", "lookup b", "add 2 3"], ["lookup b", "a", "add 3 2", "lookup a", "lookup a"], ["sub 2 3"]
     one, same, minus, swapped = (found.anchors for found in talks(ENV, SUM, *talk_of, ["sub 3 2"]))
@@ -140,7 +140,7 @@ def test_the_oracle_needs_about_seven_turns():
 
 
 @pytest.mark.slow
-def test_a_demonstration_without_flaws_is_the_oracle_and_the_wrong_order_a_whole_consistent_plan():
+def test_flawless_demonstrations_are_the_oracle_and_wrong_orders_are_consistent():
     """`a - b * c` worked from the left: the demonstration subtracts, multiplies, and answers what came out.
 
     It looks up first what should be worked out first.
@@ -149,12 +149,12 @@ def test_a_demonstration_without_flaws_is_the_oracle_and_the_wrong_order_a_whole
     assert play(flawless, player(flawless, "demonstrations")).state.correct.all()
     wrong = arithmetic(flaws=WITHOUT_FLAWS._replace(order=(1.0,) * 4))
     plays = at(play(wrong, player(wrong, "demonstrations"), repeated(task_of("a - b * c", a=9, b=5, c=7))), 0)
-    made = [in_words(wrong, *action) for action in zip(plays.tokens, plays.length, strict=True)][: plays.live.sum()]
+    made = [to_words(wrong, *action) for action in zip(plays.tokens, plays.length, strict=True)][: plays.live.sum()]
     lines = ["lookup b", "lookup c", "lookup a", "sub 9 5", "mul 4 7", "answer 9"]
     assert (made, bool(plays.state.correct)) == ([f"{line} <end>" for line in lines], False)
 
 
-def test_tasks_are_evenly_dealt():
+def test_tasks_are_evenly_distributed():
     """No answer is frequent, all templates and operators occur; deceptive demonstrations go wrong in half of them."""
     tasks = to_numpy(tasks_of(ENV))
     shares = np.bincount(tasks.answer, minlength=19) / len(tasks.answer)
@@ -166,10 +166,10 @@ def test_tasks_are_evenly_dealt():
 
 def test_pointers_lead_out_of_the_expression_to_a_number():
     tasks = to_numpy(tasks_of(ENV))
-    assert (tasks.points.sum(axis=1) + OPERANDS[tasks.template] <= MOST_LOOKUPS).all()
-    assert 0.2 < tasks.points[:, 0].mean() < 0.45
-    there = np.take_along_axis(tasks.holds, tasks.letters[:, 4:], axis=1)
-    here = np.take_along_axis(tasks.holds, tasks.letters[:, :4], axis=1)
-    assert (there >= NUMBER).all()
-    np.testing.assert_array_equal(here[tasks.points], LETTER + tasks.letters[:, 4:][tasks.points])
-    assert (here[~tasks.points] >= NUMBER).all()
+    assert (tasks.is_pointer.sum(axis=1) + NUM_OPERANDS[tasks.template] <= MAX_LOOKUPS).all()
+    assert 0.2 < tasks.is_pointer[:, 0].mean() < 0.45
+    targets = np.take_along_axis(tasks.values, tasks.letters[:, 4:], axis=1)
+    operands = np.take_along_axis(tasks.values, tasks.letters[:, :4], axis=1)
+    assert (targets >= NUMBER).all()
+    np.testing.assert_array_equal(operands[tasks.is_pointer], LETTER + tasks.letters[:, 4:][tasks.is_pointer])
+    assert (operands[~tasks.is_pointer] >= NUMBER).all()

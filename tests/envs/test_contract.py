@@ -10,7 +10,7 @@ from env_cases import ENVS, PLAYERS, TRACES, N, at, batched, keys, play, played,
 
 import flowgrpo as fg
 from flowgrpo.envs.arithmetic import combination
-from flowgrpo.envs.contract_check import _check_answer, _check_oracle, _check_play, _check_shapes
+from flowgrpo.envs.contract_check import _check_answer, _check_episodes, _check_oracle, _check_shapes
 from flowgrpo.envs.env import SPLITS
 
 
@@ -46,11 +46,11 @@ def assert_same(one, other) -> None:
 # Pure ---------------------------------------------------------------------------------------------------
 
 
-def test_E1_whoever_plays_keeps_the_rules(env):
+def test_E1_episodes_of_every_player_keep_the_rules(env):
     """Words in their slots, rewards finite and paid at the end, malformed actions errors, finished states absorbing."""
     _check_shapes(env, at(tasks_of(env), 0), jax.random.key(0))
     for name in PLAYERS:
-        _check_play(env, played(env, name), name)
+        _check_episodes(env, played(env, name), name)
 
 
 def test_E1_deterministic_in_its_key(env):
@@ -139,7 +139,7 @@ def test_one_turn_is_no_better_than_a_guess(env):
     assert max(shares) <= guess + 4 * np.sqrt(guess * (1 - guess) / N)
 
 
-def test_anchors_are_equal_where_the_state_is(env):
+def test_anchors_are_equal_for_equal_states(env):
     """The environment's key changes no anchor; no state comes twice in an oracle's episode; other questions differ."""
     plays = played(env, "oracle")
     assert all(len(np.unique(row[live])) == live.sum() for row, live in zip(plays.anchor, plays.live, strict=True))

@@ -1,4 +1,4 @@
-"""`check_env` passes what keeps the contract (E1), and names the rule that a broken environment breaks."""
+"""`check_env` passes environments that keep the contract (E1), and names the rule that another breaks."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from env_cases import ENVS, played
 from tiny_env import AGAIN, oracle, step, tiny_env
 
 import flowgrpo as fg
-from flowgrpo.envs.contract_check import _check_answer, _check_oracle, _check_play
+from flowgrpo.envs.contract_check import _check_answer, _check_episodes, _check_oracle
 from flowgrpo.envs.env import END, pad_tokens
 
 TINY = ENVS["tiny"]
@@ -30,7 +30,7 @@ def test_E1_the_environments_of_the_family_pass(make):
 
 
 @pytest.mark.slow
-def test_an_anchor_may_be_left_out_and_demonstrations_that_leave_nothing_to_learn_are_warned_of():
+def test_anchor_is_optional_and_perfect_demonstrations_are_warned_of():
     given = {name: value for name, value in tiny_env()._asdict().items() if name != "anchor"}
     perfect = fg.Env(**given | {"demonstrate": lambda _, state: oracle(state)})
     with pytest.warns(UserWarning, match="tiny: demonstrations solve 100%.*make them solve 5% to 90%"):
@@ -48,8 +48,8 @@ def looks_up(state):
 
 
 BROKEN = {
-    "must begin with": {"words": ("one", "two")},
-    "a word is there twice": {"words": (*TINY.words, "one")},
+    "must begin with": {"vocabulary": ("one", "two")},
+    "a word is there twice": {"vocabulary": (*TINY.vocabulary, "one")},
     "the prompt is int32.3. and int32.., but by sizes": {"sizes": TINY.sizes._replace(prompt=4)},
     "an action of the oracle is int32.2.": {"oracle": lambda _: (pad_tokens([2, 1], 2), jnp.int32(2))},
     "a demonstrated action is int32.2.": {"demonstrate": lambda *_: (pad_tokens([2, 1], 2), jnp.int32(2))},
@@ -70,7 +70,7 @@ def test_E1_a_broken_rule_is_named(rule):
 
 
 @pytest.mark.slow
-def test_E1_what_breaks_a_rule_in_episodes_is_refused():
+def test_E1_a_step_that_does_not_absorb_is_refused():
     with pytest.raises(fg.BadInput, match=r"does not absorb .wrap step in envs.env.absorbing"):
         fg.check_env(TINY._replace(step=partial(step, rounds=1)), episodes=16)
 
@@ -82,12 +82,12 @@ FIRST, LAST, AFTER = (0, 0), (0, 2), (0, 3)  # turns of an oracle's episode: it 
 IN_EPISODES = {  # player, then (array, place, value) for what is changed
     "has other words than those of the environment": ("oracle", (lambda p: p.step.observation.tokens, (*FIRST, 0), 8)),
     "or no padding after its length": ("oracle", (lambda p: p.step.observation.tokens, (*FIRST, 1), 3)),
-    "goes on says nothing": (
+    "not over has an empty observation": (
         "oracle",
         (lambda p: p.step.observation.tokens, FIRST, 0),
         (lambda p: p.step.observation.length, FIRST, 0),
     ),
-    "is over still speaks": (
+    "is over has an observation": (
         "oracle",
         (lambda p: p.step.observation.tokens, LAST, 2),
         (lambda p: p.step.observation.length, LAST, 2),
@@ -95,13 +95,13 @@ IN_EPISODES = {  # player, then (array, place, value) for what is changed
     "a reward is not finite": ("oracle", (lambda p: p.step.reward, LAST, np.nan)),
     "a tool's number is none of tools": ("oracle", (lambda p: p.step.tool, FIRST, 1)),
     "correct is true before the end": ("oracle", (lambda p: p.step.correct, FIRST, True)),
-    "paid before the end, but by_turn is not set": ("oracle", (lambda p: p.step.reward, FIRST, 0.1)),
-    "a malformed action is correct or is paid": ("oracle", (lambda p: p.step.error, LAST, True)),
+    "reward before the end, but by_turn is not set": ("oracle", (lambda p: p.step.reward, FIRST, 0.1)),
+    "a malformed action is correct or has a reward": ("oracle", (lambda p: p.step.error, LAST, True)),
     "a finished state does not absorb": ("oracle", (lambda p: p.step.reward, AFTER, 1.0)),
     "Step.correct is true where state.correct is not": ("oracle", (lambda p: p.state.correct, 0, False)),
     "state.correct is true where Step.correct is not": ("oracle", (lambda p: p.step.correct, LAST, False)),
-    "what is none of the 7 words": ("oracle", (lambda p: p.tokens, (*FIRST, 0), 7)),
-    "says what .* or has no padding": ("demonstrations", (lambda p: p.tokens, (*FIRST, 2), 3)),
+    "none of the 7 words": ("oracle", (lambda p: p.tokens, (*FIRST, 0), 7)),
+    "none of the 7 words, or no padding": ("demonstrations", (lambda p: p.tokens, (*FIRST, 2), 3)),
     "does not end with <end> at its length": ("demonstrations", (lambda p: p.tokens, (*FIRST, 1), 3)),
     "the oracle makes errors": ("oracle", (lambda p: p.step.error, FIRST, True)),
     "garbage is no error": ("garbage", (lambda p: p.step.error, ..., False)),
@@ -112,11 +112,11 @@ IN_EPISODES = {  # player, then (array, place, value) for what is changed
 def test_E1_a_rule_that_an_episode_breaks_is_named(rule):
     name, *changes = IN_EPISODES[rule]
     plays = jax.tree.map(np.array, played(TINY, name))
-    _check_play(TINY, plays, name)
+    _check_episodes(TINY, plays, name)
     for array, place, value in changes:
         array(plays)[place] = value
     with pytest.raises(fg.BadInput, match=f"{rule}.*episodes by {name}"):
-        _check_play(TINY, plays, name)
+        _check_episodes(TINY, plays, name)
 
 
 def test_E1_an_oracle_that_loses_or_runs_out_of_turns_is_named():

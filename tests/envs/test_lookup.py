@@ -8,11 +8,11 @@ from commands import run_module
 from env_cases import ENVS, at, batched, keys, play, played, player, repeated, row, talk, talks, tasks_of, to_numpy
 
 import flowgrpo as fg
-from flowgrpo.envs.env import SPLITS, story
+from flowgrpo.envs.env import SPLITS, format_trajectory
 from flowgrpo.envs.lookup import FIRST_TOOL, LookupTask, World, calls_right_tool
 from flowgrpo.envs.play import transcript
 from flowgrpo.learner.imitation import act_by_oracle, demonstrate
-from flowgrpo.recipes.pure import tabulate_plays
+from flowgrpo.recipes.pure import episode_metrics
 
 ENV = ENVS["lookup"]
 WORLD = World(entities=8)  # ada bo cy dee eli fay gus hal
@@ -26,8 +26,8 @@ RIGHT |= {"mentor": "gazette", "rival": "directory"}
 def question(start: str, *relations: str) -> LookupTask:
     """Everybody's relation number r is the person 1 + r places further on: ada's friend is bo, her boss is cy."""
     facts = (np.arange(8)[:, None] + 1 + np.arange(6)[None, :]) % 8
-    chain = [LYING.words.index(relation) - WORLD.first_relation for relation in relations]
-    start_index = np.int32(LYING.words.index(start) - WORLD.first_entity)
+    chain = [LYING.vocabulary.index(relation) - WORLD.first_relation for relation in relations]
+    start_index = np.int32(LYING.vocabulary.index(start) - WORLD.first_entity)
     chain_h = np.array([*chain, 0][:3], np.int32)
     return LookupTask(facts.astype(np.int32), start_index, chain_h, np.int32(len(chain)), np.int32(0))
 
@@ -60,7 +60,7 @@ def test_only_the_right_tool_knows_a_relation(env):
         calls, talks(env, FRIENDS_BOSS, *([f"{tool} {relation} ada"] for tool, relation in calls)), strict=True
     ):
         fact, heard = (
-            env.words[WORLD.first_entity + 1 + list(env.words).index(relation) - WORLD.first_relation],
+            env.vocabulary[WORLD.first_entity + 1 + list(env.vocabulary).index(relation) - WORLD.first_relation],
             found.said[1],
         )
         assert (heard == fact) == (tool == RIGHT[relation])
@@ -77,7 +77,7 @@ def test_a_lie_is_the_same_when_asked_again_and_differs_between_keys():
     state, _ = here.reset(keys(0), repeated(FRIENDS_BOSS))
     state, first = here.step(state, *call)
     _, second = here.step(state, *call)
-    heard = [env.words[token] for token in np.asarray(first.observation.tokens)[:, 0]]
+    heard = [env.vocabulary[token] for token in np.asarray(first.observation.tokens)[:, 0]]
     np.testing.assert_array_equal(first.observation.tokens, second.observation.tokens)
     assert 0.46 < np.mean([word == "none" for word in heard]) < 0.54
     assert set(heard) == {"none", "cy", "dee", "eli", "fay", "gus", "hal"}
@@ -87,7 +87,7 @@ def test_a_lie_leads_away_and_the_oracle_back():
     """Following a lie is no progress; the oracle asks for the first fact that isn't known."""
     found = talk(LYING, FRIENDS_BOSS, "gazette friend ada")
     assert found.state.hop == 0
-    assert LYING.words[found.state.told + WORLD.first_entity] == found.said[1]
+    assert LYING.vocabulary[found.state.believed_entity + WORLD.first_entity] == found.said[1]
     assert found.best == ["registry friend ada <end>"] * 2
 
 
@@ -118,7 +118,7 @@ def test_a_malformed_action_costs_its_turn_and_nothing_else():
         assert found.anchors[1] == found.anchors[0]
 
 
-def test_what_follows_the_end_is_not_read():
+def test_tokens_after_the_end_are_not_read():
     """An answer takes three tokens, whatever lies in the fourth slot."""
     here, (tokens, length) = batched(LYING), row(LYING, "answer dee <end>")
     state, _ = here.reset(keys(0), repeated(FRIENDS_BOSS))
@@ -137,7 +137,7 @@ def test_two_turns_a_hop(relations, limit):
     assert solved.steps[-1].correct
 
 
-def test_anchors_tell_progress_apart_and_not_the_turn_or_the_key():
+def test_anchors_depend_on_progress_not_on_turn_or_key():
     wait, right, lie = "directory friend ada", "registry friend ada", "gazette friend ada"
     late, early = (found.anchors for found in talks(SILENT, FRIENDS_BOSS, [wait, right], [right]))
     assert late[0] == late[1] == early[0] == talk(SILENT, FRIENDS_BOSS, seed=1).anchors[0]
@@ -150,7 +150,7 @@ def test_anchors_tell_progress_apart_and_not_the_turn_or_the_key():
 
 
 @pytest.mark.slow
-def test_the_splits_deal_all_chains_and_training_covers_every_part():
+def test_splits_partition_all_chains_and_training_has_every_pair():
     """168, 42 and 42 of 252; every relation at every place, and every pair of successive ones, occurs in training."""
     found = {}
     for split in SPLITS:
@@ -168,7 +168,7 @@ def test_the_splits_deal_all_chains_and_training_covers_every_part():
     assert len(pairs) == 2 * 36
 
 
-def test_a_knowledge_base_says_nothing_without_a_tool():
+def test_tasks_do_not_reveal_their_facts():
     """It is drawn for each task, nobody is his own relation, and every other entity is as likely."""
     tasks = to_numpy(tasks_of(ENV))
     away = np.bincount(((tasks.facts - np.arange(16)[:, None]) % 16).ravel(), minlength=16) / tasks.facts.size
@@ -182,7 +182,7 @@ def test_a_knowledge_base_says_nothing_without_a_tool():
 def test_other_sizes():
     """More than there are names for; one hop; the oracle still solves it."""
     env = fg.lookup(entities=20, relations=9, tools=6, hops=(1, 4))
-    assert env.words[-1] == "entity19"
+    assert env.vocabulary[-1] == "entity19"
     assert (env.tools[-1], env.sizes) == ("tool5", fg.Sizes(prompt=6, observation=1, action=4, turns=8))
     plays = played(env, "oracle")
     assert plays.state.correct.all()
@@ -197,7 +197,7 @@ def test_demonstrations_choose_tools_nearly_at_chance():
     plays = play(
         ENV, player(ENV, "demonstrations"), jax.tree.map(lambda x: jnp.repeat(x[::8], 8, axis=0), tasks_of(ENV))
     )
-    found = tabulate_plays(ENV, plays)
+    found = episode_metrics(ENV, plays)
     assert 12 <= found["success"] <= 25
     assert 25 < found["right tool"] <= 1.5 * 25
     assert {2, 3, 4, 5, 6} <= set(plays.live.sum(axis=1).tolist())
@@ -215,13 +215,13 @@ def test_demonstrations_that_are_told_the_right_tools_take_them():
     np.testing.assert_array_equal(plays.task.facts, plain.facts)
     assert plays.state.correct[hinted].all()
     assert plays.state.correct[~hinted].mean() < 0.3
-    first = [WORLD.words[token] for token in np.asarray(plays.prompt.tokens)[np.argmax(hinted)]]
-    assert set(first[:2]) <= set(WORLD.words[FIRST_TOOL : FIRST_TOOL + 4])
+    first = [WORLD.vocabulary[token] for token in np.asarray(plays.prompt.tokens)[np.argmax(hinted)]]
+    assert set(first[:2]) <= set(WORLD.vocabulary[FIRST_TOOL : FIRST_TOOL + 4])
 
 
-def test_a_hop_that_is_found_out_is_paid_once():
+def test_a_hop_is_rewarded_once():
     """The oracle is paid for each hop and for the answer; who asks the same again is paid once."""
-    env = fg.lookup(pay=0.25)
+    env = fg.lookup(hop_reward=0.25)
     plays = play(env, player(env, "oracle"), tasks_of(ENV))
     paid = np.asarray(plays.step.reward).sum(axis=1)
     np.testing.assert_allclose(paid, 1.0 + 0.25 * np.asarray(plays.task.hops))
@@ -235,7 +235,7 @@ def test_the_right_tool_is_what_makes_a_demonstration_succeed():
     assert 0.7 < played(env, "demonstrations").state.correct.mean() < 0.9
 
 
-def test_is_right_looks_at_the_relation_that_is_asked_for():
+def test_calls_right_tool_depends_on_the_relation():
     lines = ["archive boss hal <end>", "registry boss hal <end>", "archive boss hal", "answer hal <end>"]
     right = [bool(calls_right_tool(*map(jnp.asarray, row(LYING, line)), world=WORLD)) for line in lines]
     assert right == [True, False, False, False]
@@ -264,11 +264,11 @@ def test_a_transcript_is_in_words():
 
 
 @pytest.mark.slow
-def test_a_story_says_who_said_what():
+def test_a_trajectory_is_formatted_by_turn():
     """Of an oracle's trajectory: what was said before the arrow, what was chosen after it, and how it ended."""
     tasks = at(repeated(FRIENDS_BOSS), slice(1))
     plays = demonstrate(SILENT, tasks, keys(0)[:1], act=act_by_oracle(SILENT))
-    assert [line.split(" > ") for line in story(SILENT, plays, 0).splitlines()] == [
+    assert [line.split(" > ") for line in format_trajectory(SILENT, plays, 0).splitlines()] == [
         ["ada friend boss ?".ljust(30), "registry friend ada <end>"],
         ["bo".ljust(30), "archive boss bo <end>"],
         ["dee".ljust(30), "answer dee <end>"],

@@ -1,4 +1,4 @@
-"""`maze`: an episode in words, mazes against a naive search, and what is paid."""
+"""`maze`: an episode in words, mazes against a naive search, and rewards by turn."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +60,7 @@ def test_anchors_are_task_room_and_key(by_hand):
     found = talk(SMALL, by_hand, *WAY[:-1], "north", "north")
     assert len(set(found.anchors[:7])) == 7  # with the key the same rooms are others
     assert (found.anchors[7], found.anchors[8]) == (found.anchors[5], found.anchors[5])
-    assert len(np.unique(tasks_of(ENV).number)) == len(tasks_of(ENV).number)
+    assert len(np.unique(tasks_of(ENV).identity)) == len(tasks_of(ENV).identity)
 
 
 def naive_distances(doors: np.ndarray, goal: int, width: int) -> list[int]:
@@ -95,12 +95,12 @@ def test_mazes_are_connected_and_their_distances_true():
     assert all(set(places.tolist()) == set(range(16)) for places in (tasks.start, tasks.key, tasks.goal))
 
 
-def test_the_oracle_takes_the_shortest_way():
+def test_the_oracle_takes_the_shortest_path():
     plays = played(ENV, "oracle")
     np.testing.assert_array_equal(plays.live.sum(axis=1), shortest(plays.task))
 
 
-def test_what_is_paid_by_turn_sums_to_one_where_it_is_solved():
+def test_rewards_by_turn_sum_to_one_if_solved():
     """The episodes are equal to those that are paid at the end, by 1 or 0."""
     paid, plays = play(PAID, player(PAID, "demonstrations")), played(ENV, "demonstrations")
     np.testing.assert_array_equal(paid.tokens, plays.tokens)

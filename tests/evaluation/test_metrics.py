@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from flowgrpo.evaluation.metrics import (
     compute_metrics,
-    independent_samples,
+    effective_samples,
     mean_at_k,
     pass_at_k,
     success_interval,
@@ -34,7 +34,7 @@ def naive_pass_at_k(correct: list[list[bool]], valid: list[list[bool]], k: int) 
 
 
 @given(PAIRS, st.integers(1, 6))
-def test_pass_at_k_is_the_share_of_all_choices(pair, k):
+def test_pass_at_k_is_the_fraction_of_all_subsets(pair, k):
     correct_gn, valid_gn = pair
     expected = naive_pass_at_k(correct_gn.tolist(), valid_gn.tolist(), k)
     got = pass_at_k(correct_gn, k, valid_gn)
@@ -63,7 +63,7 @@ def test_pass_at_1_is_mean_at_k_and_pass_at_k_grows(correct_gn):
 
 
 @given(st.integers(0, 40), st.integers(1, 40))
-def test_wilson_ends_where_the_score_test_does(right, count):
+def test_wilson_inverts_the_score_test(right, count):
     """At each end q, |p - q| is z standard errors under q; and the interval mirrors."""
     right = min(right, count)
     rate = right / count
@@ -74,16 +74,16 @@ def test_wilson_ends_where_the_score_test_does(right, count):
     assert wilson(1 - rate, count) == pytest.approx((1 - high, 1 - low), abs=1e-9)
 
 
-def test_the_interval_counts_samples_of_one_task_for_what_they_are_worth():
+def test_the_interval_uses_the_effective_number_of_samples():
     one_gn = np.array([[True]] * 30 + [[False]] * 70)
     assert success_interval(one_gn) == wilson(0.3, 100)
     assert success_interval(np.repeat(one_gn, 8, axis=1)) == pytest.approx(wilson(0.3, 100))  # copies
     rng = np.random.default_rng(0)
     mixed_gn = rng.random((400, 8)) < 0.3  # all tasks alike: every sample counts
-    assert independent_samples(mixed_gn.mean(axis=1), np.full(400, 8)) > 0.8 * 3200
+    assert effective_samples(mixed_gn.mean(axis=1), np.full(400, 8)) > 0.8 * 3200
 
 
-def test_the_interval_covers_the_truth_where_tasks_differ():
+def test_the_interval_covers_the_truth_if_tasks_differ():
     """Tasks of Beta(1, 1) difficulty, 40 of 8 samples: 95 % or so, and less where all samples are counted."""
     rng = np.random.default_rng(1)
     drawn = [rng.random((40, 8)) < rng.random((40, 1)) for _ in range(400)]
@@ -96,7 +96,7 @@ def test_the_interval_covers_the_truth_where_tasks_differ():
         assert 0 <= low <= mean_at_k(correct_gn) <= high <= 1
 
 
-def test_F5_what_has_no_valid_outcome_is_left_out_and_counted():
+def test_F5_invalid_trajectories_are_excluded_and_counted():
     correct_gn = np.array([[1, 0], [1, 1], [0, 0]], bool)
     valid_gn = np.array([[1, 1], [1, 0], [0, 0]], bool)
     turns_gn = np.array([[2, 4], [3, 100], [100, 100]])
@@ -106,15 +106,15 @@ def test_F5_what_has_no_valid_outcome_is_left_out_and_counted():
     settings = {"valid_gn": valid_gn, "tools": ("add", "sub", "mul"), "ks": (1, 2, 3)}
     found = compute_metrics(correct_gn, turns_gn, errors_gn, tool_gnt, **settings)
     assert (found.success, found.tasks, found.samples, found.invalid) == (0.75, 2, 3, 3)
-    assert found.passed == {1: 0.75, 2: 1.0, 3: None}
+    assert found.pass_at_k == {1: 0.75, 2: 1.0, 3: None}
     assert (found.turns, found.tool_errors) == (3.0, 3 / 9)
     assert found.tools == {"add": 0.75, "sub": 0.25, "mul": 0.0}
     names = "success success_low success_high tasks samples invalid turns tool_errors tools pass@1 pass@2"
-    assert list(found.figures()) == names.split()
+    assert list(found.metrics()) == names.split()
 
 
-def test_only_what_is_given_is_counted():
-    figures = compute_metrics(np.ones((2, 1), bool)).figures()
+def test_metrics_without_input_are_none():
+    figures = compute_metrics(np.ones((2, 1), bool)).metrics()
     assert list(figures) == ["success", "success_low", "success_high", "tasks", "samples", "invalid", "pass@1"]
     zeros = np.zeros((1, 1))
     nothing = compute_metrics(np.ones((1, 1), bool), zeros, zeros, np.full((1, 1, 1), -1), tools=("add",))

@@ -12,7 +12,7 @@ def spoken(*actions):
     return Trajectory(turns, outcome=1.0, group=0)
 
 
-def test_runs_that_come_again_within_an_action_are_counted():
+def test_repeated_ngrams_of_an_action_are_counted():
     once, again = [1, 2, 3, 4, 5], [1, 2, 3, 4, 1, 2, 3, 4]
     assert repetition([spoken(once)])["repeated_text"] == 0.0
     assert repetition([spoken(again)])["repeated_text"] == 1 / 5
@@ -21,10 +21,10 @@ def test_runs_that_come_again_within_an_action_are_counted():
     assert repetition([spoken([1, 2, 1, 2])], length=2)["repeated_text"] == pytest.approx(1 / 3)
 
 
-def test_actions_that_come_again_in_a_trajectory_are_counted():
+def test_repeated_actions_of_a_trajectory_are_counted():
     assert repetition([spoken([1], [2], [1], [1])])["repeated_actions"] == 2 / 3
     assert repetition([spoken([1], [2]), spoken([1], [2])])["repeated_actions"] == 0.0
 
 
-def test_where_nothing_can_be_repeated_nothing_is():
+def test_repetition_without_ngrams_is_zero():
     assert repetition([]) == repetition([spoken([1], []), spoken()]) == {"repeated_text": 0.0, "repeated_actions": 0.0}

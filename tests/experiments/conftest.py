@@ -13,7 +13,7 @@ EXPERIMENTS = ROOT / "experiments"
 
 @pytest.fixture(autouse=True, scope="module")
 def own_devices(request):
-    """Give commands the devices that they ask for, as everywhere, and not those of the tests, which have begun."""
+    """Give commands the devices that they ask for, and not the tests' eight."""
     assert jax.device_count() == 8
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XLA_FLAGS", xla_flags(getattr(request.module, "OPTIMIZATION_LEVEL", 0)))
@@ -22,7 +22,7 @@ def own_devices(request):
 
 @pytest.fixture(scope="session")
 def command():
-    """Return the function that runs an experiment as a command, and asserts that it ends well unless `check=False`."""
+    """`run_command`, which runs an experiment and asserts that its status is 0 unless `check=False`."""
     return run_command
 
 
@@ -33,7 +33,7 @@ def run_command(module: str, *arguments: str, check: bool = True, **more):
 
 
 def check_refused(done, said: str, status: int = 1) -> None:
-    """Assert that a command ended with this status and one sentence that says so, and printed no result."""
+    """Assert that a command ended with this status and a sentence that contains `said`, and printed no result."""
     assert (done.returncode, done.stdout) == (status, ""), done.stderr
     sentence = done.stderr.strip().splitlines()[-1]
     assert sentence.startswith("experiments.")
@@ -42,22 +42,22 @@ def check_refused(done, said: str, status: int = 1) -> None:
 
 
 def with_flags(flags: Sequence[str], *others: str) -> list[str]:
-    """A command line with other flags, which replace those of the same names: none may be given twice."""
+    """A command line in which `others` replace flags of the same names: none may be given twice."""
     names = {flag.partition("=")[0] for flag in others}
     return [flag for flag in flags if flag.partition("=")[0] not in names] + [*others]
 
 
 def result(folder: Path) -> dict:
-    """Read what a finished run wrote of itself."""
+    """The result of a finished run."""
     return json.loads((folder / "result.json").read_text())
 
 
 def last_line(done) -> dict:
-    """Read the JSON that a command prints last."""
+    """The JSON that a command prints last."""
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def metrics(folder: Path, phase: str) -> list[dict]:
-    """Read the lines of a phase."""
+    """The metrics of a phase, line by line."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["phase"] == phase]

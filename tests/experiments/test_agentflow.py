@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flowgrpo.recipes.agent_config import preset
-from flowgrpo.recipes.dry_runs import hosted_job
+from flowgrpo.recipes.dry_runs import hosted_workload
 from flowgrpo.recipes.export import read_config
 from flowgrpo.recipes.pages import ratios_of, read_trajectories
 from flowgrpo.rollout.records import from_json
@@ -56,9 +56,9 @@ def test_F7_its_trajectories_become_a_page_with_advantages_and_ratios(command, w
     """The policy that sampled scores its own tokens: their ratios are 1."""
     found = read_trajectories(whole)
     learned = [one for one in found if one.phase == "train"]
-    assert all(one.advantages is None or len(one.advantages) == len(one.played.turns) for one in learned)
+    assert all(one.advantages is None or len(one.advantages) == len(one.trajectory.turns) for one in learned)
     assert any(one.advantages for one in learned)
-    before = [one.played for one in found if one.phase == "test before"]
+    before = [one.trajectory for one in found if one.phase == "test before"]
     update, ratios = ratios_of(read_config(whole), whole, before, "start")
     assert update == 0
     for one, own in zip(before, ratios, strict=True):
@@ -100,14 +100,14 @@ def test_a_dry_run_compiles_the_programs_of_the_run_and_leaves_nothing(command, 
 
 def test_what_is_compiled_is_what_the_settings_ask_for():
     config = preset("nowhere", queries=4, samples=2)
-    job = hosted_job(config)  # contexts afresh: each of the three turns is a row
+    job = hosted_workload(config)  # contexts afresh: each of the three turns is a row
     assert (job.rows, job.length, job.prompt) == (24, 8192, 8192 - 2048)
     assert (job.dtype, job.compute_dtype, job.remat) == ("float32", "bfloat16", True)
-    adapted = hosted_job(replace(config, lora_rank=4, rendering="append"))
+    adapted = hosted_workload(replace(config, lora_rank=4, rendering="append"))
     assert (adapted.rows, adapted.dtype, adapted.compute_dtype) == (8, "bfloat16", None)
 
 
-def test_without_a_model_the_settings_are_offline_and_with_one_those_of_the_paper():
+def test_defaults_are_offline_or_with_a_model_the_papers():
     paper = preset("some/model").to_json()
     names = (
         "queries",
@@ -117,10 +117,10 @@ def test_without_a_model_the_settings_are_offline_and_with_one_those_of_the_pape
         "clip_high",
         "temperature",
         "turns",
-        "exam_turns",
+        "eval_turns",
         "max_tokens",
     )
     assert [paper[name] for name in names] == [32, 8, 1e-6, 0.001, 0.2, 0.5, 3, 10, 2048]
     assert preset().warm_steps > 0
     with pytest.raises(BadInput, match="is no setting"):
-        preset(colour="red")
+        preset(colour="red")  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""Benchmarks print a table and one JSON line, whose figures are not judged here: they are commands, and not tests."""
+"""Benchmarks print a table and one JSON line; their figures are not judged here."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tiny_planner import EXAMPLE, SIZES, planner_folder, write_tasks
 
 from experiments.benchmarks import attention
 from experiments.benchmarks.ceilings import shape_called
-from experiments.benchmarks.measuring import watch
+from experiments.benchmarks.measuring import run_watched
 from experiments.benchmarks.shapes import LEARNERS
 from flowgrpo.batching.layouts import full_batch
 from flowgrpo.planning.cost_model import count_parameters
@@ -35,23 +35,23 @@ def test_full_rows_are_whole_segments_whose_first_token_was_given():
     assert batch.weight.sum() == pytest.approx(1)
 
 
-def test_a_command_is_watched_while_it_runs_and_ends_with_what_watches_it(tmp_path, capfd):
+def test_a_watched_command_ends_with_its_watcher(tmp_path, capfd):
     said = "import sys; held = b'x' * 2**28; print('not shown'); print('step 1', file=sys.stderr); sys.exit(3)"
-    ended = watch([sys.executable, "-c", said])
+    ended = run_watched([sys.executable, "-c", said])
     assert (ended.status, ended.errors) == (3, "step 1\n")
     assert ended.gib > 0.25
     assert capfd.readouterr() == ("", "step 1\n")
 
     name = tmp_path / "pid"
-    # It interrupts what watches it once it has said which process it is.
-    waits = (
+    # it interrupts its parent once it has written its process id
+    waiting = (
         f"import os, signal, time; open({str(name)!r}, 'w').write(str(os.getpid())); "
         "os.kill(os.getppid(), signal.SIGALRM); time.sleep(600)"
     )
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            watch([sys.executable, "-c", waits])
+            run_watched([sys.executable, "-c", waiting])
     finally:
         signal.signal(signal.SIGALRM, before)
     with pytest.raises(ProcessLookupError):
@@ -59,7 +59,7 @@ def test_a_command_is_watched_while_it_runs_and_ends_with_what_watches_it(tmp_pa
 
 
 @pytest.mark.slow
-def test_packing_and_matching_answers_are_measured_end_to_end(command):
+def test_packing_and_answers_run_end_to_end(command):
     found = last_line(command("benchmarks.packing", "--sizes=200,400", "--repeats=1", "--ranks=2"))
     assert [row["trajectories"] for row in found["rows"]] == [200, 400]
     assert all(0.9 < row["fill"] <= 1.0 and row["seconds"] > 0 for row in found["rows"])
@@ -71,9 +71,9 @@ def test_packing_and_matching_answers_are_measured_end_to_end(command):
 
 
 @pytest.mark.slow
-def test_a_way_of_attention_is_timed_and_compared_with_float32():
-    def off(q, k, v, sight, config):
-        return 1.5 * attention.attend(q, k, v, sight, config)
+def test_an_attention_is_timed_and_compared_with_float32():
+    def off(q, k, v, mask, config):
+        return 1.5 * attention.attend(q, k, v, mask, config)
 
     config = replace(attention.SHAPE, h=2, k=1, e=8)
     plain, other = attention.attention_lines(config, off, rows=2, tokens=20, segments=3, repeats=1)
@@ -84,7 +84,7 @@ def test_a_way_of_attention_is_timed_and_compared_with_float32():
 
 
 @pytest.mark.slow
-def test_a_pretrained_model_is_measured_before_and_after_and_what_has_ended_is_not_run_again(command, tmp_path):
+def test_a_pretrained_model_is_measured_and_finished_parts_are_not_rerun(command, tmp_path):
     """A tiny model that imitates experts, in two runs: without updates, and of one seed."""
     sizes = SIZES | {
         "warm_steps": 120,

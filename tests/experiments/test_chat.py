@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from experiments import chat
-from flowgrpo.data.tokenizer import Conversation, add_action, add_messages, load_text, start
+from flowgrpo.data.tokenizer import Conversation, add_action, add_messages, load_tokenizer, start_conversation
 from flowgrpo.models.hf import init_model, load_model, save_model
 from tests.experiments.conftest import check_refused
 
@@ -51,18 +51,18 @@ def folder(tmp_path_factory):
     source |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 2}
     source |= {"initializer_range": 0.4}  # wide, so that an answer depends on all that was said
     model = init_model({**source, "tie_word_embeddings": False}, jax.random.key(0))
-    save_model(path, model._replace(text=load_text(path)))
+    save_model(path, model._replace(tokenizer=load_tokenizer(path)))
     return path
 
 
 def run(folder, said: str, *arguments: str) -> subprocess.CompletedProcess:
-    done = run_module("experiments.chat", f"--model={folder}", *arguments, said=said)
+    done = run_module("experiments.chat", f"--model={folder}", *arguments, stdin=said)
     assert done.returncode == 0, done.stderr
     return done
 
 
 @pytest.mark.slow
-def test_a_pipe_gets_the_answers_alone_and_the_same_ones_again_until_the_conversation_is_full(folder):
+def test_a_pipe_gets_only_answers_reproducibly_until_the_conversation_is_full(folder):
     given = ("--context=60", "--max_tokens=9", "--top_p=0.9")
     done = run(folder, f"hello\n\nand?\n{'x' * 90}\n", *given)
     assert "the conversation is full at 60 tokens" in done.stderr
@@ -73,10 +73,10 @@ def test_a_pipe_gets_the_answers_alone_and_the_same_ones_again_until_the_convers
 
 def greedy(model, conversation: Conversation, tokens: int) -> Conversation:
     """Answer by full forward passes over the whole conversation, without a cache."""
-    allowed_v = np.arange(model.config.v) < model.text.vocab_size
-    allowed_v[model.text.pad_id] = False
+    allowed_v = np.arange(model.config.v) < model.tokenizer.vocab_size
+    allowed_v[model.tokenizer.pad_id] = False
     apply, ids = jax.jit(model.policy.apply), []
-    while len(ids) < tokens and not (ids and ids[-1] in model.text.stop_ids):
+    while len(ids) < tokens and not (ids and ids[-1] in model.tokenizer.stop_ids):
         said = [*conversation.tokens, *ids]
         tokens_rs = np.array([said + [0] * (128 - len(said))])  # which nothing before it attends to
         ids.append(int(np.where(allowed_v, apply(model.params, tokens_rs)[0][0, len(said) - 1], -np.inf).argmax()))
@@ -87,12 +87,14 @@ def greedy(model, conversation: Conversation, tokens: int) -> Conversation:
 def test_answers_are_those_of_the_whole_conversation_and_a_reset_forgets_it(folder):
     done = run(folder, "one\ntwo\n/reset\none\n", "--top_k=1", "--max_tokens=6", "--system=Be brief.")
     model = load_model(folder)
-    first = start(model.text, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}])
+    first = start_conversation(
+        model.tokenizer, [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}]
+    )
     one = greedy(model, first, 6)
-    second = add_messages(model.text, one, [{"role": "user", "content": "two"}])
+    second = add_messages(model.tokenizer, one, [{"role": "user", "content": "two"}])
     two = greedy(model, second, 6)
     said = [one.tokens[len(first.tokens) :], two.tokens[len(second.tokens) :], one.tokens[len(first.tokens) :]]
-    words = [model.text.decode([i for i in ids if i not in model.text.stop_ids]) for ids in said]
+    words = [model.tokenizer.decode([i for i in ids if i not in model.tokenizer.stop_ids]) for ids in said]
     assert done.stdout == "".join(f"{word}\n" for word in words)
 
 

@@ -14,7 +14,7 @@ from experiments.cli.flags import define_stop_after, stop_after
 from experiments.cli.help import flag_heading
 from flowgrpo.types import BadInput
 
-flag_heading("What is run")
+flag_heading("Run")
 _WORD = flags.DEFINE_string("word", "hello", "What is said.")
 _TIMES = flags.DEFINE_integer("times", 1, "How often.", lower_bound=1)
 _RATE = flags.DEFINE_float("rate", None, "How fast.", lower_bound=0.0)
@@ -90,7 +90,7 @@ def test_help_that_was_asked_for_ends_well_and_has_headings(run):
     done, short = run("--help"), run("-?")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == short.stdout
-    assert done.stdout.startswith("An experiment of a few lines.\n\nWhat is run:\n  --word=TEXT ")
+    assert done.stdout.startswith("An experiment of a few lines.\n\nRun:\n  --word=TEXT ")
     assert "\n  --times=N             How often. (positive integer; default 1)\n" in done.stdout
     assert "\n\nEvery command:\n  --compilation_cache=TEXT\n" in done.stdout
     assert "--verbosity" not in done.stdout

@@ -82,7 +82,7 @@ def test_the_page_needs_nothing_beside_it_and_says_everything(tmp_path):
         assert ("Expected" in page) == ("compare --study=credit<" in page) == (name == "credit")
 
 
-def test_a_study_is_published_in_its_page_which_has_a_place_for_the_table(tmp_path):
+def test_a_study_is_published_in_its_page(tmp_path):
     page = tmp_path / "mine.md"
     page.write_text(f"# Mine\n{study_pages.BEGIN}\nold\n{study_pages.END}\nAnswer: yes.\n")
     study_pages.publish_study(tmp_path, "mine", TWO, known_runs(), range(4))
@@ -121,7 +121,7 @@ def test_a_published_table_is_that_of_the_runs_beside_it(path):
 
 def test_the_readme_shows_rows_of_the_published_table():
     """Name, IQM, interval and how often it beats the baseline, as the page of the study has them."""
-    section = Path("README.md").read_text().split("### Who gets the credit")[1].split("\n![")[0]
+    section = Path("README.md").read_text().split("### Credit assignment")[1].split("\n![")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "% to " in line]
     page = Path("docs/studies/credit.md").read_text()
     published = {}
@@ -144,13 +144,13 @@ def test_every_study_is_built_and_says_what_to_expect(name):
             assert arm.algorithm().advantages is not None
 
 
-def test_a_quantised_sampler_plays_and_the_trainer_scores(monkeypatch):
+def test_a_quantised_sampler_samples_and_the_trainer_scores(monkeypatch):
     monkeypatch.setattr(study_arms, "iteration_program", lambda iteration: iteration)
-    setup = pure.open(study_config(STUDIES["quantised_sampler"](), "lookup", {}))
-    setup = setup._replace(iteration=setup.iteration._replace(play=lambda params, _drawn: params))
+    setup = pure.build(study_config(STUDIES["quantised_sampler"](), "lookup", {}))
+    setup = setup._replace(iteration=setup.iteration._replace(generate=lambda params, _drawn: params))
     params = jax.eval_shape(setup.policy.init, jax.random.key(0))
     for kind in KINDS:
-        play = study_arms.quantised_rollouts(setup, kind=kind).play
+        play = study_arms.quantised_rollouts(setup, kind=kind).generate
         played = jax.eval_shape(play, params, None)
         assert {name for name, x in played.items() if isinstance(x, Quantised) and x.kind == kind} == {
             *"qkvo",
@@ -165,17 +165,17 @@ def test_a_quantised_sampler_plays_and_the_trainer_scores(monkeypatch):
 
 
 @pytest.mark.slow
-def test_pay_by_turn_is_for_calls_that_were_answered_and_the_outcome_at_the_end():
+def test_turn_rewards_are_answered_calls_and_the_outcome_at_the_end():
     env = fg.lookup(hops=(1, 1))
     rollout = _played(env)
-    paid = study_arms._with_pay(rollout)
+    paid = study_arms.answered_call_rewards(rollout)
     for n in range(len(paid.outcome)):
         turns = int(paid.turns[n].sum())
         for turn in range(turns):
             called = bool(rollout.tool[n, turn] >= 0) and not bool(rollout.error[n, turn])
             expected = float(called) + (float(paid.outcome[n]) if turn == turns - 1 else 0.0)
             assert float(paid.reward[n, turn]) == expected
-    adv_nt = np.asarray(study_arms.by_turn_zscore(paid, None, paid.valid, fg.Options()))
+    adv_nt = np.asarray(study_arms.reward_zscore(paid, None, paid.valid, fg.Options()))
     assert adv_nt.shape == paid.turns.shape
     assert (adv_nt[~np.asarray(paid.turns)] == 0).all()
     own = np.asarray(paid.group) == 0
@@ -221,7 +221,7 @@ def asked(monkeypatch) -> list:
         asked.append((arm.changes["samples"], np.asarray(begun).tolist()))
         return [{"success": [0.0, 1.0]}] * len(begun)
 
-    monkeypatch.setattr(compare, "begin_all", lambda _settings, _world, seeds, **_: np.array(seeds))
+    monkeypatch.setattr(compare, "warm_start_seeds", lambda _settings, _world, seeds, **_: np.array(seeds))
     monkeypatch.setattr(compare, "run_arm", run_arm)
     return asked
 
@@ -244,10 +244,12 @@ def test_a_study_has_its_folder_before_its_first_arm(asked, tmp_path, kind):
 
 @pytest.mark.usefixtures("asked")
 def test_seeds_follow_one_another_on_a_cpu_and_are_vmapped_elsewhere(tmp_path, monkeypatch):
-    """Unless so many lanes are asked for; `lanes` is what `over_seeds` gets."""
+    """Unless so many lanes are asked for; `lanes` is what `map_over_seeds` gets."""
     lanes: list = []
     monkeypatch.setattr(
-        compare, "run_arm", lambda *_, each, **__: lanes.append(each.keywords["lanes"]) or [{"success": [1.0]}]
+        compare,
+        "run_arm",
+        lambda *_, map_seeds, **__: lanes.append(map_seeds.keywords["lanes"]) or [{"success": [1.0]}],
     )
     study = TWO._replace(arms={"one": Arm()}, worlds={"lookup": {}})
     for number, platform in enumerate(("cpu", "gpu", "tpu")):
@@ -257,7 +259,7 @@ def test_seeds_follow_one_another_on_a_cpu_and_are_vmapped_elsewhere(tmp_path, m
     assert lanes == [1, None, None, 4]
 
 
-def test_a_study_goes_on_where_it_was_stopped_and_takes_more_seeds(asked, tmp_path):
+def test_a_study_resumes_and_takes_more_seeds(asked, tmp_path):
     two, four = Arm(changes={"samples": 2}), Arm(changes={"samples": 4})
     study = TWO._replace(arms={"one": two, "other": four}, worlds={"lookup": {}})
     with pytest.raises(KeyboardInterrupt):
@@ -276,11 +278,11 @@ def test_a_study_goes_on_where_it_was_stopped_and_takes_more_seeds(asked, tmp_pa
 def test_a_study_whose_time_is_over_ends_before_its_next_arm(asked, tmp_path, capsys):
     two, four = Arm(changes={"samples": 2}), Arm(changes={"samples": 4})
     study = TWO._replace(arms={"one": two, "other": four}, worlds={"lookup": {}})
-    budget = time_budget("9h", began=0.0, clock=iter((0.0, 32400.0)).__next__)
+    budget = time_budget("9h", started=0.0, clock=iter((0.0, 32400.0)).__next__)
     with pytest.raises(OutOfTime):
         run_study(study, tmp_path, seeds=[0], budget=budget)
     assert asked == [(2, [0])]
-    said = "the time budget of 9h is over; the same command goes on with the arm other"
+    said = "the time budget of 9h is over; the same command resumes with the arm other"
     assert capsys.readouterr().err.endswith(f"{said}\n")
     assert len(run_study(study, tmp_path, seeds=[0])) == 2
 

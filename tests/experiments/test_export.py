@@ -13,13 +13,20 @@ import pytest
 from flowgrpo import loop
 from flowgrpo.models.families import decoder_config
 from flowgrpo.models.hf import load_model, save_model
-from flowgrpo.models.lora import Adapted, init_adapter, lora_policy
+from flowgrpo.models.lora import LoraParams, init_adapter, lora_policy
 from flowgrpo.models.peft import load_adapter
 from flowgrpo.models.trainable import ADAPTER, ActorCritic
 from flowgrpo.recipes import agent_config, pure, pure_config
 from flowgrpo.recipes.agent import START
-from flowgrpo.recipes.export import base_model, can_chat, export, export_adapter, export_gguf, llama
-from flowgrpo.recipes.names import BASES
+from flowgrpo.recipes.export import (
+    export,
+    export_adapter,
+    export_gguf,
+    has_chat_template,
+    llama_config,
+    load_start_model,
+)
+from flowgrpo.recipes.names import BASE_DTYPES
 from flowgrpo.recipes.offline_start import write_model
 from flowgrpo.recipes.planner import load_start, lora_of
 from flowgrpo.recipes.registry import make_env
@@ -31,7 +38,7 @@ from tests.experiments.conftest import check_refused, last_line
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8}
 HOSTED = agent_config.preset()
-WORDS = pure.preset("lookup", d=32, layers=1)
+WORDS = pure.preset("lookup", model_dim=32, layers=1)
 
 
 def moved(params, seed: int):
@@ -49,7 +56,7 @@ def write_run(folder: Path, config: RunConfig, start, *, trained: list) -> None:
     check_run(folder, "pure" if isinstance(config, pure.Config) else "agent", config.to_json())
     checkpoints, host = Checkpoints(folder, keep=9), jax.device_get(start)
     for step, params in enumerate(trained, 1):
-        run = loop.start_run(params, optax.sgd(0.1), jax.random.key(0))
+        run = loop.init_train_state(params, optax.sgd(0.1), jax.random.key(0))
         checkpoints.save(step, {"run": run, "start": host}, {"validation": 1 / step})
 
 
@@ -84,14 +91,16 @@ def test_a_hosted_run_is_exported_with_its_tokenizer(run, tmp_path):
         assert written["update"] == update
         assert params_sha256(again.params) == params_sha256(states[which]) == written["params_sha256"]
     assert (logits(again.policy, again.params) == logits(model.policy, states["best"])).all()
-    assert again.text.encode("one six") == model.text.encode("one six")
+    assert again.tokenizer.encode("one six") == model.tokenizer.encode("one six")
     messages = [{"role": "user", "content": "one"}]
-    assert again.text.tokenizer.apply_chat_template(messages) == model.text.tokenizer.apply_chat_template(messages)
-    assert can_chat(tmp_path / "out")
+    assert again.tokenizer.hf_tokenizer.apply_chat_template(
+        messages
+    ) == model.tokenizer.hf_tokenizer.apply_chat_template(messages)
+    assert has_chat_template(tmp_path / "out")
     for template in ("{{ raise_exception('no') }}", "{{ messages[0].content.nothing.at_all }}", None):
         written = tmp_path / "out" / "chat_template.jinja"
         written.unlink() if template is None else written.write_text(template)
-        assert not can_chat(tmp_path / "out")
+        assert not has_chat_template(tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -117,15 +126,15 @@ def test_of_an_actor_and_its_critic_the_actor_is_written(run, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", BASE_DTYPES)
 def test_an_adapter_is_merged_or_written_alone(run, tmp_path, base):
-    config = replace(HOSTED, lora_rank=3, lora_alpha=6.0, lora_targets="q,v,down", base=base)
+    config = replace(HOSTED, lora_rank=3, lora_alpha=6.0, lora_targets="q,v,down", base_dtype=base)
     model, lora = load_start(run / START, config), lora_of(config)
     assert lora is not None
     adapter = moved(init_adapter(jax.random.key(0), model.config, lora), 1)
     check_run(run, "agent", config.to_json())
-    whole = Adapted(model.params, adapter)
-    state = loop.start_run(whole, optax.sgd(0.1), jax.random.key(0), trained=ADAPTER)
+    whole = LoraParams(model.params, adapter)
+    state = loop.init_train_state(whole, optax.sgd(0.1), jax.random.key(0), trainable=ADAPTER)
     part = state.replace(learner=state.learner.replace(params=adapter))  # as a session saves it
     Checkpoints(run).save(1, {"run": part, "start": jax.device_get(adapter)}, {"validation": 0.5})
     export(run, tmp_path / "merged")
@@ -145,7 +154,7 @@ def test_an_adapter_is_merged_or_written_alone(run, tmp_path, base):
 @pytest.fixture
 def of_words(tmp_path):
     """A finished quickstart, and its policy, parameters and environment."""
-    setup = pure.open(WORDS)
+    setup = pure.build(WORDS)
     params = setup.policy.init(jax.random.key(3))
     (tmp_path / "run").mkdir()
     write_run(tmp_path / "run", WORDS, params, trained=[params])
@@ -153,7 +162,7 @@ def of_words(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_quickstart_is_exported_as_a_small_llama_with_a_tokenizer_of_words(of_words, tmp_path, command):
+def test_a_quickstart_is_exported_as_a_small_llama(of_words, tmp_path, command):
     from transformers import AutoTokenizer
 
     folder, policy, params, env = of_words
@@ -161,10 +170,10 @@ def test_a_quickstart_is_exported_as_a_small_llama_with_a_tokenizer_of_words(of_
     assert "model.safetensors" in done.stdout
     assert "chat" not in done.stdout  # which needs a template
     assert last_line(done)["update"] == 1
-    again = load_model(tmp_path / "out", text=False)
+    again = load_model(tmp_path / "out", tokenizer=False)
     assert np.abs(logits(again.policy, again.params) - logits(policy, params)).max() < 1e-5
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    said = " ".join(env.words[2:8])
+    said = " ".join(env.vocabulary[2:8])
     assert tokenizer.encode(said) == list(range(2, 8))
     assert tokenizer.decode(list(range(2, 8))) == said
     assert "quickstart --env=lookup" in (tmp_path / "out" / "README.md").read_text()
@@ -176,11 +185,11 @@ def test_a_quickstart_is_exported_as_a_small_llama_with_a_tokenizer_of_words(of_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", ["none", *BASES])
+@pytest.mark.parametrize("base", ["none", *BASE_DTYPES])
 def test_M5_a_hosted_run_is_exported_as_gguf(run, tmp_path, base):
     """M5: the file is the checkpoint that was asked for, with its adapter merged into its base."""
     pytest.importorskip("gguf")
-    config = HOSTED if base == "none" else replace(HOSTED, lora_rank=3, lora_alpha=6.0, base=base)
+    config = HOSTED if base == "none" else replace(HOSTED, lora_rank=3, lora_alpha=6.0, base_dtype=base)
     model, out = load_model(run / START), tmp_path / "planner"
     if base == "none":
         whole = moved(model.params, 1)
@@ -189,9 +198,9 @@ def test_M5_a_hosted_run_is_exported_as_gguf(run, tmp_path, base):
     else:
         model, lora = load_start(run / START, config), lora_of(config)
         assert lora is not None
-        adapted = Adapted(model.params, moved(init_adapter(jax.random.key(0), model.config, lora), 1))
+        adapted = LoraParams(model.params, moved(init_adapter(jax.random.key(0), model.config, lora), 1))
         check_run(run, "agent", config.to_json())
-        state = loop.start_run(adapted, optax.sgd(0.1), jax.random.key(0), trained=ADAPTER)
+        state = loop.init_train_state(adapted, optax.sgd(0.1), jax.random.key(0), trainable=ADAPTER)
         part = state.replace(learner=state.learner.replace(params=adapted.adapter))
         Checkpoints(run).save(1, {"run": part, "start": jax.device_get(adapted.adapter)}, {"validation": 0.5})
         expected = logits(lora_policy(model.config, lora), adapted)
@@ -200,10 +209,12 @@ def test_M5_a_hosted_run_is_exported_as_gguf(run, tmp_path, base):
     assert sorted(path.name for path in out.iterdir()) == ["Modelfile", "README.md", "planner.gguf"]
     again = load_model(out / "planner.gguf")
     assert np.abs(logits(again.policy, again.params) - expected).max() < 1e-5
-    assert again.text.encode("one six 12") == model.text.encode("one six 12")
+    assert again.tokenizer.encode("one six 12") == model.tokenizer.encode("one six 12")
     messages = [{"role": "user", "content": "one"}]
-    assert again.text.tokenizer.apply_chat_template(messages) == model.text.tokenizer.apply_chat_template(messages)
-    assert again.text.stop_ids == model.text.stop_ids
+    assert again.tokenizer.hf_tokenizer.apply_chat_template(
+        messages
+    ) == model.tokenizer.hf_tokenizer.apply_chat_template(messages)
+    assert again.tokenizer.stop_ids == model.tokenizer.stop_ids
     assert f"PARAMETER temperature {config.temperature:g}\n" in (out / "Modelfile").read_text()
     card = (out / "README.md").read_text()
     assert 'library_name: "gguf"' in card
@@ -222,12 +233,12 @@ def test_the_command_writes_gguf_and_says_what_is_wrong(run, of_words, tmp_path,
     assert last_line(done)["gguf_type"] == "q8_0"
     assert f"ollama create planner -f {out}/Modelfile" in done.stdout
     assert f"chat --model={out}/planner.gguf" in done.stdout
-    (began := tmp_path / "next").mkdir()
-    write_run(began, replace(HOSTED, model=str(out / "planner.gguf")), model.params, trained=[model.params])
-    with pytest.raises(BadInput, match="is the model that the run began with: give another folder"):
-        export_gguf(began, out)
-    export_gguf(began, tmp_path / "next model")
-    assert "which began as `planner.gguf`" in (tmp_path / "next model" / "README.md").read_text()
+    (next_run := tmp_path / "next").mkdir()
+    write_run(next_run, replace(HOSTED, model=str(out / "planner.gguf")), model.params, trained=[model.params])
+    with pytest.raises(BadInput, match="is the model that the run started with"):
+        export_gguf(next_run, out)
+    export_gguf(next_run, tmp_path / "next model")
+    assert "trained from `planner.gguf`" in (tmp_path / "next model" / "README.md").read_text()
     assert load_model(out / "planner.gguf").config.num_layers == model.config.num_layers
     check_refused(
         command("export", *flags, "--format=gguf", "--adapter", check=False), "alone: leave it out, or --format"
@@ -258,16 +269,16 @@ def test_transformers_computes_the_same_from_an_exported_quickstart(of_words, tm
 @pytest.mark.parametrize("env", list(pure_config.PRESETS))
 def test_the_shape_of_every_preset_is_that_of_a_llama(env):
     config = pure.preset(env)
-    decoder = pure.decoder_shape(make_env(env), config)
-    assert decoder_config(llama(decoder)) == decoder
-    assert base_model(config, Path()).config == decoder
+    decoder = pure.small_decoder_config(make_env(env), config)
+    assert decoder_config(llama_config(decoder)) == decoder
+    assert load_start_model(config, Path()).config == decoder
 
 
 def test_what_can_not_be_exported_is_one_sentence(run, tmp_path):
     with pytest.raises(BadInput, match=r"holds no run: run.json is missing"):
         export(tmp_path / "nowhere", tmp_path / "out")
     check_run(run, "agent", HOSTED.to_json())
-    with pytest.raises(BadInput, match="has no checkpoint yet: let the run go on"):
+    with pytest.raises(BadInput, match="has no checkpoint yet: continue the run"):
         export(run, tmp_path / "out")
     with pytest.raises(BadInput, match="trains all parameters and has no adapter: leave out --adapter"):
         export_adapter(run, tmp_path / "out")
@@ -275,7 +286,7 @@ def test_what_can_not_be_exported_is_one_sentence(run, tmp_path):
     write_run(run, HOSTED, model.params, trained=[model.params | {"embed": jnp.ones((3, 16))}])
     with pytest.raises(BadInput, match=r"embed has shape \[3, 16\]"):
         export(run, tmp_path / "out")
-    with pytest.raises(BadInput, match=r"is the model that the run began with: give another folder"):
+    with pytest.raises(BadInput, match=r"is the model that the run started with"):
         export(run, run / START)
     with pytest.raises(BadInput, match=r"is the folder of a run: give another one, such as .*/model$"):
         export(run, run)

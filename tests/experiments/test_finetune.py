@@ -21,7 +21,7 @@ from tests.experiments.conftest import check_refused, last_line, metrics
 SMALL = ("--max_tokens=48", "--batch=8", "--learning_rate=0.003", "--checkpoint_every=4")
 
 
-def test_every_example_is_seen_once_in_an_epoch_in_an_order_of_its_own():
+def test_each_epoch_is_a_permutation_of_its_own():
     seen = list(batches(10, 4, seed=0, first=0, steps=5))
     flat = [i for chosen in seen for i in chosen]
     assert sorted(flat[:10]) == sorted(flat[10:]) == list(range(10))
@@ -40,15 +40,15 @@ def asked(max_tokens: int) -> Any:
     return SimpleNamespace(max_tokens=max_tokens, held_out=0.3, seed=0, data="x.jsonl")
 
 
-def test_what_is_too_long_is_left_out_and_counted():
+def test_too_long_examples_are_left_out_and_counted():
     examples = [conversation(size) for size in (4, 9, 5, 6)]
     parts = split_examples(asked(6), examples)
-    assert (len(parts.learned), len(parts.held), parts.left_out) == (2, 1, 1)
+    assert (len(parts.train), len(parts.held_out), parts.num_too_long) == (2, 1, 1)
     with pytest.raises(fg.BadInput, match=r"x.jsonl has 1 examples of at most 4 tokens, 1 of them held out: raise"):
         split_examples(asked(4), examples)
 
 
-def test_a_margin_is_what_the_chosen_side_has_gained_above_the_rejected_one():
+def test_a_margin_is_the_chosen_sides_gain_over_the_rejected():
     pairs = [(conversation(3, g), conversation(4, g, 0.0)) for g in (0, 1)]
     batch = preference_rows(pairs, row_length=8, rows=4)
     batch = batch.replace(logp_ref=np.zeros(batch.tokens.shape, np.float32))
@@ -97,7 +97,7 @@ def test_demonstrations_are_learned_then_preferences_and_the_folder_opens(comman
 
 
 @pytest.mark.slow
-def test_S1_a_run_that_goes_on_ends_as_one_that_was_not_stopped(begun, tmp_path, monkeypatch):
+def test_S1_a_resumed_run_equals_an_uninterrupted_one(begun, tmp_path, monkeypatch):
     """Stopped by Ctrl-C in the middle of a step, between two checkpoints."""
     config = Config(
         method="sft",
@@ -118,15 +118,15 @@ def test_S1_a_run_that_goes_on_ends_as_one_that_was_not_stopped(begun, tmp_path,
         patch.setattr(module, "batches", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(config, tmp_path / "parts", every=4)
-    examined = module.FinetuneWork.examine
+    validate = module.FinetuneTrainable.validate
 
-    def at_the_end(work, params):
+    def at_the_end(trainable, params):
         if Checkpoints(tmp_path / "parts").latest() == 6:
             raise KeyboardInterrupt
-        return examined(work, params)
+        return validate(trainable, params)
 
     with monkeypatch.context() as patch:  # and once more, in the last validation
-        patch.setattr(module.FinetuneWork, "examine", at_the_end)
+        patch.setattr(module.FinetuneTrainable, "validate", at_the_end)
         with pytest.raises(KeyboardInterrupt):
             train(config, tmp_path / "parts", every=4)
     again = train(config, tmp_path / "parts", every=4)

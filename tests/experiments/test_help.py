@@ -12,14 +12,14 @@ from commands import ROOT
 from experiments.cli import help as module
 from experiments.cli.help import (
     HEADINGS,
-    complaint,
     describe_flag,
     flag_heading,
-    flowing,
+    flag_syntax,
+    format_flag_error,
+    group_by_heading,
     help_page,
     is_required,
-    under_headings,
-    written,
+    reflow,
 )
 from tests.experiments.conftest import EXPERIMENTS
 
@@ -32,14 +32,14 @@ def own(monkeypatch):
     """A world of flags of its own, with some under two headings, and one before any."""
     values = flags.FlagValues()
     monkeypatch.setattr(flags, "FLAGS", values)
-    monkeypatch.setattr(module, "_begun", [])
+    monkeypatch.setattr(module, "_headings", [])
     monkeypatch.setattr(module, "_presets", [])
     into: dict[str, Any] = {"flag_values": values}
     flags.DEFINE_string("library", "x", "Of somebody else.", **into)
     flag_heading("Sizes")
     flags.DEFINE_integer("queries", 32, "Queries of an update.", lower_bound=1, **into)
     flags.DEFINE_float("share", None, "Of something.", lower_bound=0.5, **into)
-    flag_heading("What is run")
+    flag_heading("Run")
     flags.DEFINE_enum("env", "lookup", ["lookup", "maze"], "Environment.", **into)
     flags.DEFINE_enum("long", None, [f"algorithm_{i}" for i in range(9)], "Which.", **into)
     flags.DEFINE_bool("resume", True, "Go on.", **into)
@@ -52,16 +52,16 @@ def own(monkeypatch):
 
 def test_flags_stand_under_their_headings_in_one_order_everywhere(own):
     chosen = [own[name] for name in ("data", "queries", "env", "share")]
-    found = under_headings(chosen)
+    found = group_by_heading(chosen)
     assert [(words, [flag.name for flag in group]) for words, group in found.items()] == [
-        ("What is run", ["env", "data"]),
+        ("Run", ["env", "data"]),
         ("Sizes", ["queries", "share"]),
     ]
     assert list(found) == [words for words in HEADINGS if words in found]
 
 
 def test_a_heading_that_there_is_not_is_an_error():
-    with pytest.raises(ValueError, match="'Szies' is none of the headings: What is run, "):
+    with pytest.raises(ValueError, match="'Szies' is none of the headings: Run, "):
         flag_heading("Szies")
 
 
@@ -79,11 +79,11 @@ def test_a_heading_that_there_is_not_is_an_error():
     ],
 )
 def test_a_flag_is_shown_with_its_kind_sentence_bounds_and_default(own, name, left, right):
-    assert written(own[name]) == left
+    assert flag_syntax(own[name]) == left
     assert describe_flag(own[name], 100) == f"  {left}".ljust(24) + right
 
 
-def test_many_choices_are_listed_behind_the_sentence_and_nothing_is_wider_than_the_page(own):
+def test_many_choices_follow_the_sentence_within_the_pages_width(own):
     text = describe_flag(own["long"], 60)
     assert text.startswith("  --long=NAME           Which. (one of algorithm_0,")
     assert max(map(len, text.splitlines())) <= 60
@@ -96,7 +96,7 @@ def test_a_page_flows_and_leaves_what_is_indented(own):
         "One line that is rather long, and\nanother one.\n\n    python -m a.command --with=flags\n\nThe"
     )
     assert max(len(line) for line in text.splitlines()) <= 60
-    assert flowing("a\nb", 40) == "a b"
+    assert reflow("a\nb", 40) == "a b"
 
 
 def test_a_default_is_that_of_the_run_which_the_line_describes(own, command):
@@ -109,7 +109,7 @@ def test_a_default_is_that_of_the_run_which_the_line_describes(own, command):
         page = " ".join(command("quickstart", *words).stdout.split())
         assert f"non-negative integer; default {updates})" in page.partition("--updates=N")[2][:200]
         assert f"default {beta})" in page.partition("--beta=X")[2][:200]
-    assert "default 1e-06)" in command("finetune", "--help", "--method=dpo").stdout
+    assert "default 1e-06)" in " ".join(command("finetune", "--help", "--method=dpo").stdout.split())
 
 
 def test_no_command_imports_jax_before_it_has_read_its_flags():
@@ -132,10 +132,10 @@ def test_a_flag_that_is_missing_is_named_with_what_it_is(own, monkeypatch):
     assert (is_required(own["data"]), is_required(own["share"])) == (True, False)
     with pytest.raises(flags.IllegalFlagValueError) as raised:
         own(["prog"])
-    assert complaint(raised.value) == "--data must be given (The examples)"
+    assert format_flag_error(raised.value) == "--data must be given (The examples)"
     with pytest.raises(flags.IllegalFlagValueError) as raised:
         own(["prog", "--env=chess"])
-    assert complaint(raised.value) == "--env=chess must be one of lookup, maze"
+    assert format_flag_error(raised.value) == "--env=chess must be one of lookup, maze"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_flag_that_is_missing_is_named_with_what_it_is(own, monkeypatch):
 def test_a_value_that_a_flag_refuses_is_answered_with_what_it_takes(own, given, said):
     with pytest.raises(flags.Error) as raised:
         own(["prog", "--data=x", given])
-    assert complaint(raised.value) == said
+    assert format_flag_error(raised.value) == said
 
 
 def test_every_module_has_a_heading_before_its_first_flag():
@@ -163,7 +163,7 @@ def test_every_module_has_a_heading_before_its_first_flag():
         assert min((line for name, line in named if name == "flag_heading"), default=first) < first, path
 
 
-def test_a_command_that_takes_the_flags_of_two_modules_has_them_under_the_same_headings(command):
+def test_flags_of_two_modules_share_their_headings(command):
     page = command("self_verify", "--help").stdout
     learning = page[page.index("\nLearning:") : page.index("\nSampling:")]
     assert ("--learning_rate=X" in learning, "--lora_rank=N" in learning) == (True, True)

@@ -9,7 +9,7 @@ import pytest
 
 from experiments import __main__ as all_commands
 from experiments.benchmarks import __main__ as all_benchmarks
-from experiments.cli.listing import OTHERS, commands, grouped, listing_page
+from experiments.cli.listing import OTHERS, commands, group_commands, listing_page
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDERS = [(all_commands, ROOT / "experiments"), (all_benchmarks, ROOT / "experiments" / "benchmarks")]
@@ -21,7 +21,7 @@ def listed(*arguments: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(("module", "folder"), FOLDERS, ids=["experiments", "benchmarks"])
-def test_every_command_is_in_one_group_and_says_in_one_sentence_what_it_is(module, folder):
+def test_each_command_has_one_group_and_one_sentence(module, folder):
     found = commands(folder)
     assert sorted(name for members in module.GROUPS.values() for name in members) == sorted(found)
     for name, doc in found.items():
@@ -38,7 +38,7 @@ def test_a_module_without_a_main_is_no_command():
 
 
 def test_a_command_that_is_in_no_group_is_shown_among_the_others():
-    assert grouped(["a", "b"], {"Group": ("b", "gone")}) == {"Group": ["b"], OTHERS: ["a"]}
+    assert group_commands(["a", "b"], {"Group": ("b", "gone")}) == {"Group": ["b"], OTHERS: ["a"]}
     text = listing_page("pack", {"a": "What a does.\n\nMore.", "b": "What b does."}, {"Group": ("b",)}, width=80)
     assert text.endswith("Group:\n  b             What b does.\n\nOthers:\n  a             What a does.")
 
@@ -62,7 +62,7 @@ def test_the_page_names_every_command_and_imports_no_jax():
         ("flowgrpo", "benchmarks decode --rws=4", ("--rws", "--rows")),
     ],
 )
-def test_a_word_that_is_no_command_or_flag_is_answered_with_the_nearest(package, words, said):
+def test_an_unknown_command_or_flag_gets_the_nearest(package, words, said):
     done = listed(package, *words.split())
     assert done.returncode == 2
     assert all(part in done.stderr.splitlines()[-1] for part in said)
@@ -70,7 +70,7 @@ def test_a_word_that_is_no_command_or_flag_is_answered_with_the_nearest(package,
 
 def test_a_name_runs_the_command():
     page = listed("flowgrpo", "benchmarks", "packing", "-h").stdout
-    assert page.startswith("Seconds and fill rate of `pack`, by number of trajectories.\n\n")
+    assert page.startswith("Seconds and fill rate of `pack`, by the number of trajectories.\n\n")
     assert "--sizes" in page
     assert listed("flowgrpo", "--version").stdout.startswith("flowgrpo ")
 

@@ -10,7 +10,7 @@ from flowgrpo.types import BadInput
 
 def chosen(monkeypatch, given: list[str]) -> tuple[str, ...]:
     monkeypatch.setattr(flags.flags, "FLAGS", {"loggers": SimpleNamespace(value=given)})
-    return flags.chosen_loggers()
+    return flags.chosen_sinks()
 
 
 @pytest.mark.parametrize(

@@ -13,22 +13,22 @@ from agent_cases import SCHEMAS, agent_text, task
 
 from flowgrpo.agent import roles
 from flowgrpo.agent.action_forms import PLAN
-from flowgrpo.agent.system import agent_system
+from flowgrpo.agent.system import AgentRoles, agent_system
 from flowgrpo.contracts import Result
-from flowgrpo.data.tokenizer import load_text
+from flowgrpo.data.tokenizer import load_tokenizer
 from flowgrpo.models.hf import load_model
 from flowgrpo.recipes.agent import first_prompt
 from flowgrpo.recipes.export import read_planner
-from flowgrpo.recipes.hosted import played_metrics
+from flowgrpo.recipes.hosted import evaluate_trajectories
 from flowgrpo.recipes.offline_start import write_tokenizer
-from flowgrpo.rollout.records import Played
+from flowgrpo.rollout.records import RecordedTrajectory
 from flowgrpo.tools.calculator import calculator
 from flowgrpo.types import BadInput, Status
 from tests.experiments.conftest import metrics, result
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "agent.md").read_text()
 SMALL = (
-    *("--updates=2", "--queries=2", "--samples=2", "--turns=2", "--exam_turns=3", "--validation_tasks=2"),
+    *("--updates=2", "--queries=2", "--samples=2", "--turns=2", "--eval_turns=3", "--validation_tasks=2"),
     *("--test_tasks=2", "--max_tokens=24", "--context_tokens=400", "--slots=2", "--learning_rate=0.01"),
     # Random weights write no action that can be read: they imitate the steps of the tasks first, long enough that
     # they keep to the form however this machine rounds.
@@ -43,7 +43,7 @@ def write_llama(folder: Path) -> None:
 
     prompts = (PLAN, roles.GENERATE, str(calculator().schema), "weather price item city days: string, integer")
     write_tokenizer(folder, prompts * 2, vocab_size=700)
-    text = load_text(folder)
+    text = load_tokenizer(folder)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     ids = {"eos_token_id": text.stop_ids[0], "pad_token_id": text.pad_id, "bos_token_id": None}
     LlamaForCausalLM(LlamaConfig(vocab_size=text.vocab_size, num_key_value_heads=1, **shape, **ids)).save_pretrained(
@@ -76,25 +76,34 @@ def commands() -> list[list[str]]:
 def test_the_first_prompt_is_shown_or_what_ended_the_episode_before_it():
     """A planner that never came to speak has no prompt: an analyst that nobody speaks is told as such."""
     text = agent_text()
-    env = agent_system(text, schemas=SCHEMAS, analyst=roles.analyst())
+    env = agent_system(text, schemas=SCHEMAS, roles=AgentRoles(analyst=roles.analyst()))
     said = [
         first_prompt(env, text, task(), lambda _, one=one: one) for one in (Result("a sum"), Result("", failure="late"))
     ]
     assert said[0].startswith("the first prompt, ")
     assert "> what is 2 + 3?\n" in said[0]
     assert "> a sum\n" in said[0]
-    assert said[1] == "there is no first prompt, since the planner never came to speak: analyst: late"
+    assert said[1].startswith("there is no first prompt")
+    assert said[1].endswith("analyst: late")
 
 
 def test_trajectories_of_which_none_was_judged_say_why():
-    empty: dict[str, Any] = {"turns": [], "group": 0, "key": (), "sample": 0, "tools": (), "errors": (), "lens": ()}
-    one = Played(task=task(), outcome=None, status=Status.ABORTED, reason="reset raised", **empty)
+    empty: dict[str, Any] = {
+        "turns": [],
+        "group": 0,
+        "key": (),
+        "sample": 0,
+        "tools": (),
+        "errors": (),
+        "effect_counts": (),
+    }
+    one = RecordedTrajectory(task=task(), outcome=None, status=Status.ABORTED, reason="reset raised", **empty)
     with pytest.raises(BadInput, match="none of 2 trajectories came to an outcome; the first one: reset raised"):
-        played_metrics([one, one], ("a",))
+        evaluate_trajectories([one, one], ("a",))
 
 
 @pytest.mark.oracle
-def test_the_pages_commands_train_a_model_of_ones_own_with_own_tool_reward_and_server(command, tmp_path, monkeypatch):
+def test_documented_commands_train_an_own_model_with_own_tool_and_reward(command, tmp_path, monkeypatch):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -128,5 +137,5 @@ def test_the_pages_commands_train_a_model_of_ones_own_with_own_tool_reward_and_s
         theirs = peer(torch.tensor(tokens_rs)).logits.numpy()
     ours = jax.jit(written.policy.apply)(written.params, tokens_rs, segments=np.ones_like(tokens_rs))[0]
     assert np.abs(theirs - np.asarray(ours)).max() < 1e-4
-    said = command(*chat, "--max_tokens=2", "--context=64", said="Hello\n", cwd=tmp_path)
+    said = command(*chat, "--max_tokens=2", "--context=64", stdin="Hello\n", cwd=tmp_path)
     assert said.returncode == 0

@@ -7,18 +7,18 @@ import pytest
 
 import flowgrpo as fg
 from flowgrpo.models.lora import LoraConfig
-from flowgrpo.parallel.sharding import AXES, parse_mesh
+from flowgrpo.parallel.sharding import MESH_AXES, parse_mesh
 from flowgrpo.planning.cost_model import Workload, count_parameters
 from flowgrpo.planning.mesh_search import (
     GIB,
     PUBLISHED,
     Machine,
     MemorySettings,
-    candidates,
-    expect,
-    meshes,
-    remedies,
+    estimate,
+    list_meshes,
+    rank_candidates,
     shape_of_model,
+    suggest_remedies,
 )
 from flowgrpo.planning.targets import parse_target
 from tests.experiments.conftest import check_refused, last_line
@@ -52,8 +52,8 @@ def test_a_folder_is_a_shape_too(tmp_path):
 
 def test_what_fits_comes_first_and_the_fastest_of_it_before_all():
     config, job = shape_of_model("qwen2.5-7b"), Workload(rows=64, slots=64, dtype="float32", compute_dtype="bfloat16")
-    found = candidates(config, job, MemorySettings(moved=True), MACHINE, list(meshes(config, 8)))
-    fits = [x.needed <= MACHINE.memory for x in found]
+    found = rank_candidates(config, job, MemorySettings(moved=True), MACHINE, list(list_meshes(config, 8)))
+    fits = [x.peak_bytes <= MACHINE.memory for x in found]
     assert 0 < sum(fits) < len(fits)  # of both kinds, or else any order would pass
     assert fits == sorted(fits, reverse=True)
     seconds = [x.seconds for x, fit in zip(found, fits, strict=True) if fit]
@@ -66,13 +66,15 @@ def test_more_devices_and_fewer_rows_at_a_time_need_less_memory():
     config, job = shape_of_model("qwen2.5-7b"), Workload(rows=64, slots=64)
     small, large = ({"data": 1, "fsdp": size, "tensor": 1} for size in (8, 64))
     assert (
-        expect(config, job, MemorySettings(), MACHINE, large).needed
-        < expect(config, job, MemorySettings(), MACHINE, small).needed
+        estimate(config, job, MemorySettings(), MACHINE, large).peak_bytes
+        < estimate(config, job, MemorySettings(), MACHINE, small).peak_bytes
     )
-    more = expect(config, replace(job, micro_rows=2), MemorySettings(), MACHINE, small)
-    assert more.update["activations"] == 2 * expect(config, job, MemorySettings(), MACHINE, small).update["activations"]
-    assert expect(config, job, MemorySettings(reference=True), MACHINE, small).update["reference"] > 0
-    assert expect(config, job, MemorySettings(decodes=False), MACHINE, small).rollout_seconds == 0
+    more = estimate(config, replace(job, micro_rows=2), MemorySettings(), MACHINE, small)
+    assert (
+        more.update["activations"] == 2 * estimate(config, job, MemorySettings(), MACHINE, small).update["activations"]
+    )
+    assert estimate(config, job, MemorySettings(reference=True), MACHINE, small).update["reference"] > 0
+    assert estimate(config, job, MemorySettings(decodes=False), MACHINE, small).rollout_seconds == 0
 
 
 # GiB of one device by the compilers: `plan --rows=64 --slots=64 --remat` with the target, mesh and micro_rows.
@@ -94,25 +96,26 @@ COMPILED = [
 
 @pytest.mark.parametrize(("model", "target", "mesh", "micro_rows", "stage", "gib"), COMPILED)
 def test_memory_by_formula_is_that_of_compilers(model, target, mesh, micro_rows, stage, gib):
-    machine, sizes = parse_target(target), parse_mesh(mesh) if mesh else dict.fromkeys(AXES, 1)
+    machine, sizes = parse_target(target), parse_mesh(mesh) if mesh else dict.fromkeys(MESH_AXES, 1)
     job = Workload(rows=64, slots=64, micro_rows=micro_rows, dtype="float32", compute_dtype="bfloat16")
     chip = replace(MACHINE, platform=machine.chip.platform)
-    expected = expect(shape_of_model(model), job, MemorySettings(reference=True, moved=True), chip, sizes)
+    expected = estimate(shape_of_model(model), job, MemorySettings(reference=True, moved=True), chip, sizes)
     assert sum(getattr(expected, stage).values()) / GIB == pytest.approx(gib, rel=0.05)
 
 
 def test_an_adapter_over_quantised_weights_needs_a_fraction():
-    config, mesh = shape_of_model("qwen2.5-7b"), dict.fromkeys(AXES, 1)
+    config, mesh = shape_of_model("qwen2.5-7b"), dict.fromkeys(MESH_AXES, 1)
     job = Workload(rows=16, slots=8, dtype="bfloat16")
     whole, int8, nf4 = (
-        expect(config, job, MemorySettings(moved=True, lora=LoraConfig(16), base=base), MACHINE, mesh).needed / GIB
+        estimate(config, job, MemorySettings(moved=True, lora=LoraConfig(16), base=base), MACHINE, mesh).peak_bytes
+        / GIB
         for base in (None, "int8", "nf4")
     )
     assert nf4 < 9 < int8 < 12 < 16 < whole < 18
 
 
 @pytest.mark.slow
-def test_the_best_plan_is_compiled_and_what_lacks_memory_is_told(command, tmp_path):
+def test_the_best_plan_is_compiled_and_missing_memory_reported(command, tmp_path):
     shape = PUBLISHED["qwen2.5-0.5b"] | {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
     shape |= {"num_hidden_layers": 2, "vocab_size": 512}
     (tmp_path / "config.json").write_text(json.dumps(shape))
@@ -126,18 +129,22 @@ def test_the_best_plan_is_compiled_and_what_lacks_memory_is_told(command, tmp_pa
     assert all(row["peak"] >= 0 and row["tflop"] >= 0 for row in compiled["programs"])
 
 
-def test_what_fits_nowhere_is_told_with_what_would():
+def test_a_model_that_fits_nowhere_gets_what_would_fit():
     config, job = shape_of_model("qwen2.5-7b"), Workload(rows=64, slots=64, dtype="float32", compute_dtype="bfloat16")
     small = Machine(16 * GIB, 2e14, 8e11, 2e11)
-    (more,) = remedies(config, job, MemorySettings(moved=True), small, 4)[:1]
+    (more,) = suggest_remedies(config, job, MemorySettings(moved=True), small, 4)[:1]
     assert more.endswith(" devices")
     assert int(more.split()[0]) > 4
-    assert "an adapter (LoRA) over an int8 base" in remedies(config, job, MemorySettings(moved=True), small, 4)[-1]
+    assert (
+        "an adapter (LoRA) over an int8 base" in suggest_remedies(config, job, MemorySettings(moved=True), small, 4)[-1]
+    )
     fewer = replace(job, micro_rows=16, remat=False)
     large = Machine(80 * GIB, 2e14, 8e11, 2e11)
-    assert remedies(config, fewer, MemorySettings(moved=True), large, 8)[0].endswith("fewer slots")
+    assert suggest_remedies(config, fewer, MemorySettings(moved=True), large, 8)[0].endswith("fewer slots")
     nothing = Machine(1e6, 2e14, 8e11, 2e11)
-    assert remedies(config, job, MemorySettings(), nothing, 8) == ["a smaller model: nothing else tried would fit"]
+    assert suggest_remedies(config, job, MemorySettings(), nothing, 8) == [
+        "a smaller model: nothing else tried would fit"
+    ]
 
 
 @pytest.mark.slow

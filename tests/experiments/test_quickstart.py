@@ -14,11 +14,11 @@ from flowgrpo.learner.critic import with_critic
 from flowgrpo.models.trainable import ActorCritic
 from flowgrpo.recipes import pure, pure_config
 from flowgrpo.recipes.export import read_config
-from flowgrpo.recipes.names import HARDER
+from flowgrpo.recipes.names import HARD_VARIANTS
 from flowgrpo.recipes.pages import read_trajectories
-from flowgrpo.recipes.pure import PureWork
+from flowgrpo.recipes.pure import PureTrainable
 from flowgrpo.recipes.registry import ALGORITHMS, make_algorithm
-from flowgrpo.report.metrics import Metrics
+from flowgrpo.report.metrics import MetricsWriter
 from flowgrpo.run.kill_series import differences
 from flowgrpo.run.session import Session, open_session
 from flowgrpo.types import BadInput
@@ -62,12 +62,12 @@ def test_a_finished_run_teaches_another_of_its_shape(command, whole, tmp_path):
     )
     config = read_config(tmp_path)
     teacher = pure.teacher_params(config)
-    session = open_session(pure.PureWork(pure.open(config)), tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, session.run.reference, teacher)
-    assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (session.start, teacher)), strict=True))
+    session = open_session(pure.PureTrainable(pure.build(config)), tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, session.state.reference, teacher)
+    assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (session.start_params, teacher)), strict=True))
     assert metrics(tmp_path, "train")[0]["grad_norm"] > 0
     with pytest.raises(BadInput, match=r"--teacher=.* has d \d+, but this run \d+: they must be the same"):
-        pure.teacher_params(replace(config, d=2 * config.d))
+        pure.teacher_params(replace(config, model_dim=2 * config.model_dim))
 
 
 @pytest.mark.slow
@@ -79,15 +79,15 @@ def test_a_run_writes_what_it_says(whole):
     assert [line["update"] for line in metrics(whole, "train")] == [1, 2]
     assert [line["update"] for line in metrics(whole, "validation")] == [0, 1, 2]
     for one in read_trajectories(whole):  # the gold answer is that of the task which was played
-        digit, *_ = one.played.task.query.split()
-        assert one.played.task.answers == (f"{digit} <end>",)
+        digit, *_ = one.trajectory.task.query.split()
+        assert one.trajectory.task.answers == (f"{digit} <end>",)
         version = found["best_update"] if one.phase == "test after" else 0
-        assert {int(np.max(turn.version)) for turn in one.played.turns} == {version}
+        assert {int(np.max(turn.version)) for turn in one.trajectory.turns} == {version}
     assert "seconds" not in (whole / "metrics.jsonl").read_text()
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_shown_and_evaluated_and_its_environment_played(command, whole):
+def test_a_finished_run_is_viewed_and_evaluated(command, whole):
     # 8 test tasks, before and after.
     assert f"16 trajectories of {whole}" in command("view", f"--workdir={whole}", "--ratios=start").stdout
     assert (whole / "trajectories.html").exists()
@@ -98,7 +98,7 @@ def test_a_finished_run_is_shown_and_evaluated_and_its_environment_played(comman
 
 
 @pytest.mark.slow
-def test_another_run_is_refused_with_what_differs(command, whole):
+def test_another_run_is_refused_with_the_differences(command, whole):
     for other, difference in (
         ("--seed=5", "seed: there 0, here 5"),
         ("--cpu_devices=3", "devices: there 1, here 3"),
@@ -109,21 +109,21 @@ def test_another_run_is_refused_with_what_differs(command, whole):
 
 @pytest.mark.slow
 def test_S1_an_actor_and_its_critic_come_back_as_they_were_saved(tmp_path):
-    setup = pure.open(pure.preset("lookup", "ppo", updates=1, d=32, layers=1))
-    work, key = PureWork(setup), jax.random.key(0)
+    setup = pure.build(pure.preset("lookup", "ppo", updates=1, model_dim=32, layers=1))
+    work, key = PureTrainable(setup), jax.random.key(0)
     session, other = Session(work, tmp_path), Session(work, tmp_path)
-    session.begin(with_critic(setup.critic, key, setup.policy.init(key)), {"metrics.jsonl": 0})
+    session.start_from(with_critic(setup.critic, key, setup.policy.init(key)), {"metrics.jsonl": 0})
     session.save()
     session.checkpoints.wait()
     assert other.restore()
-    assert isinstance(other.run.learner.params, ActorCritic)
-    jax.tree.map(np.testing.assert_array_equal, other.run.learner, session.run.learner)
+    assert isinstance(other.state.learner.params, ActorCritic)
+    jax.tree.map(np.testing.assert_array_equal, other.state.learner, session.state.learner)
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_path):
+def test_a_nan_loss_stops_with_the_last_good_checkpoint(tmp_path):
     """The first step breaks the parameters; the second update sees it, and says which checkpoint is whole."""
-    setup = pure.open(pure.preset("lookup", updates=4, queries=2, samples=2, mini_batches=1, d=32, layers=1))
+    setup = pure.build(pure.preset("lookup", updates=4, queries=2, samples=2, mini_batches=1, model_dim=32, layers=1))
     broken = optax.scale(jnp.nan)
 
     def paid(trajectories, _key):
@@ -131,11 +131,11 @@ def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_pat
 
     parts = (setup.env, setup.policy, setup.algorithm, broken, setup.sizes)
     iteration = loop.make_iteration(*parts, judge=paid)
-    session = Session(PureWork(setup._replace(iteration=iteration, optimizer=broken)), tmp_path)
-    session.begin(setup.policy.init(jax.random.key(0)), {})
+    session = Session(PureTrainable(setup._replace(iteration=iteration, optimizer=broken)), tmp_path)
+    session.start_from(setup.policy.init(jax.random.key(0)), {})
     session.save()
     said = r"update 2 is not finite: lower --learning_rate; the last good checkpoint is that of update 0"
-    with jax.debug_nans(False), Metrics(tmp_path, None) as opened, pytest.raises(BadInput, match=said):
+    with jax.debug_nans(False), MetricsWriter(tmp_path, None) as opened, pytest.raises(BadInput, match=said):
         session.train(opened, every=10)
     assert np.isfinite(jax.tree.leaves(session.best_params()[1])[0]).all()
 
@@ -146,9 +146,9 @@ def test_a_loss_that_is_no_number_stops_it_with_the_last_good_checkpoint(tmp_pat
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("env", list(pure_config.PRESETS))
 def test_every_preset_builds_with_every_algorithm(env, algorithm):
-    setup = pure.open(pure.preset(env, algorithm, teacher="run" if algorithm == "opd" else None))
+    setup = pure.build(pure.preset(env, algorithm, teacher="run" if algorithm == "opd" else None))
     named = make_algorithm(algorithm, beta=0.1, clip_high=0.2, max_tokens=9).name
-    assert (setup.env.name, setup.algorithm.name) == (HARDER.get(env, env), named)
+    assert (setup.env.name, setup.algorithm.name) == (HARD_VARIANTS.get(env, env), named)
 
 
 @pytest.mark.parametrize("env", list(pure_config.PRESETS))
@@ -160,7 +160,7 @@ def test_flow_grpo_is_what_an_environment_gets(env):
 def test_what_fits_an_algorithm_is_taken_unless_something_else_is_chosen(name):
     config = pure.preset("lookup", name, learning_rate=0.5)
     assert config == replace(config, **{**pure_config.BY_ALGORITHM[name], "learning_rate": 0.5})
-    assert pure.open(config).algorithm.name == name
+    assert pure.build(config).algorithm.name == name
 
 
 def test_a_critic_of_no_kind_is_refused():

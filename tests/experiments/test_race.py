@@ -47,11 +47,11 @@ def fake(tmp_path):
 
 
 def test_racers_take_turns_and_end(fake, tmp_path):
-    told = []
-    tracks = run_race([fake("a"), fake("b")], warm_up=1, rounds=2, tell=told.append)
+    rounds = []
+    tracks = run_race([fake("a"), fake("b")], warm_up=1, rounds=2, on_round=rounds.append)
     notes = (tmp_path / "notes").read_text().split("\n")[:-1]
     assert notes == 3 * ["a begins", "a ends", "b begins", "b ends"]
-    assert told == [1, 2, 3]
+    assert rounds == [1, 2, 3]
     for track in tracks.values():
         assert (track.failed, track.tokens) == ("", [10, 20, 30])
         assert track.setup > track.seconds[0] > 0
@@ -60,9 +60,9 @@ def test_racers_take_turns_and_end(fake, tmp_path):
 
 def test_one_that_dies_or_hangs_leaves_the_race_with_a_sentence(fake):
     tracks = run_race([fake("dead", "dies"), fake("slow", "hangs", timeout=3), fake("good")], warm_up=1, rounds=1)
-    said = "dead ended with status 1; the last that it printed: RuntimeError: no memory is left"
-    assert tracks["dead"].failed == said
-    assert tracks["slow"].failed == "slow did not answer in 3 s; the last that it printed: a library prints this"
+    reason = "dead ended with status 1; its last output: RuntimeError: no memory is left"
+    assert tracks["dead"].failed == reason
+    assert tracks["slow"].failed == "slow did not answer in 3 s; its last output: a library prints this"
     assert tracks["good"].tokens == [10, 20]
     assert [record["system"] for record in summarize(tracks, "dead", warm_up=1, episodes=0)] == ["good"]
 
@@ -88,7 +88,7 @@ def test_the_words_are_those_of_our_environments():
     ids = workload.random_ids(3)
     assert [len(row) for row in ids] == 3 * [workload.PROMPT]
     assert workload.spell([5, 6, 15]) == "0 1 w15"
-    assert workload.share_of_digits([5, 14, 15, 1]) == 0.5
+    assert workload.fraction_of_digits([5, 14, 15, 1]) == 0.5
 
 
 def test_racers_of_others_start_without_our_packages():

@@ -73,7 +73,7 @@ def test_every_path_is_compared_with_float64_and_errors_are_counted(command):
     assert all(line["max"] < 5e-6 for line in found["paths"])
     assert not any(line["over_bar"] for line in found["paths"])
     tokens = tuple(CONTEXT)
-    off = [exactness_paths.Scored("scored", tokens, len(tokens) - 1, (logp,)) for logp in (0.0, -100.0)]
+    off = [exactness_paths.ScoredContext("scored", tokens, len(tokens) - 1, (logp,)) for logp in (0.0, -100.0)]
     (line,) = exactness_paths.compare_paths(str(tiny_folder()), off)
     assert (line["tokens"], line["over_bar"], line["max"] > 80) == (2, 2, True)
 

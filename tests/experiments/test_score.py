@@ -12,7 +12,7 @@ from commands import run_module
 from tiny_judge import SPELLINGS, id_of, judge_text
 
 from experiments import score
-from flowgrpo.contracts import Reward, Scored
+from flowgrpo.contracts import Reward, RewardResult
 from flowgrpo.models.hf import init_model, save_model
 from flowgrpo.recipes import registry
 from flowgrpo.report.progress import Progress
@@ -53,7 +53,7 @@ def lines(path: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_answers_of_several_domains_are_scored_and_a_second_run_goes_on(tmp_path):
+def test_answers_of_several_domains_are_scored_and_resumed(tmp_path):
     """It keeps what has a value, judges what has none again, and refuses what was made of another answer."""
     put(tmp_path / "tasks.jsonl", TASKS)
     put(tmp_path / "answers.jsonl", ANSWERS)
@@ -123,7 +123,7 @@ def test_a_bad_answer_is_named_and_can_be_left_out(tmp_path, line, words):
     assert score.read_answers(path, skip_bad=True) == ({"a": "x", "3": "y"}, [str(caught.value)])
 
 
-def test_a_file_that_holds_no_scores_is_refused_and_left_as_it_is(tmp_path):
+def test_a_file_without_scores_is_refused_and_unchanged(tmp_path):
     for content in ('{"id": "a", "output": "x"}\n', "notes\n", '{"id": "a", "value": "1"}\n'):
         (tmp_path / "out.jsonl").write_text(content)
         with pytest.raises(BadInput, match=r"line 1: isn't|:1 is not a JSON object"):
@@ -136,7 +136,7 @@ def test_a_crash_and_ctrl_c_keep_every_line_that_was_written(tmp_path, end):
     def judge(task, _output):
         if task.id == "9":
             raise end
-        return Scored(1.0)
+        return RewardResult(1.0)
 
     todo = [(Task(str(number), "?", (), "a"), "x") for number in range(20)]
     out = tmp_path / "out.jsonl"
@@ -149,19 +149,19 @@ def test_a_crash_and_ctrl_c_keep_every_line_that_was_written(tmp_path, end):
 @pytest.mark.parametrize("count", [0, 1, 7, 100])
 def test_scores_come_in_order_whatever_the_workers(count):
     todo = [(Task(str(number), "?", (), "a"), f"{number}") for number in range(count)]
-    reward = Reward(lambda _task, output: Scored(float(output)))
+    reward = Reward(lambda _task, output: RewardResult(float(output)))
     found = list(score.score_all(reward, todo, workers=3))
     assert [(task.id, scored.value) for task, scored in found] == [(str(n), float(n)) for n in range(count)]
 
 
 def test_parts_that_are_no_numbers_are_null_and_the_line_stays_ascii():
-    line = score.line_of("é\ud800", Scored(None, "why", {"a": float("inf")}), "a hash")
+    line = score.line_of("é\ud800", RewardResult(None, "why", {"a": float("inf")}), "a hash")
     assert line.isascii()
     said = {"id": "é\ud800", "value": None, "reason": "why", "parts": {"a": None}, "made_of": "a hash"}
     assert json.loads(line) == said
 
 
-def test_the_summary_counts_what_is_invalid_and_what_is_unanswered_and_cuts_no_word():
+def test_the_summary_counts_invalid_and_unanswered_and_cuts_no_word():
     tasks = [Task(name, "?", (), domain) for name, domain in zip("abcde", "xxyyx", strict=True)]
     values = {"a": (1.0, ""), "b": (0.0, "wrong"), "c": (None, "lost " * 50), "d": (None, "lost " * 50)}
     found = score.summarize_scores(
@@ -199,13 +199,18 @@ SETTINGS = {"flowgrpo": "1", "domain": None, "judge": None, "seconds": 5.0, "tol
         *({"settings": {name: value}} for name, value in (("flowgrpo", "2"), ("judge", ["a", []]), ("tolerance", 0.1))),
     ],
 )
-def test_scores_of_other_tasks_answers_or_settings_are_refused_and_what_has_no_value_is_judged_again(tmp_path, changed):
+def test_scores_of_other_inputs_are_refused_and_missing_ones_judged_again(tmp_path, changed):
     task, path = Task("sum", "2 + 2?", ("4",), "math"), tmp_path / "out.jsonl"
     now = score.hash_of(task, "4", SETTINGS)
     assert now == score.hash_of(
         task, "4", SETTINGS | {"domain": "k12"}
     )  # which is for tasks without a domain of theirs
-    text = score.line_of("sum", Scored(1.0), now) + "\n" + score.line_of("null", Scored(None, "lost"), now) + "\n"
+    text = (
+        score.line_of("sum", RewardResult(1.0), now)
+        + "\n"
+        + score.line_of("null", RewardResult(None, "lost"), now)
+        + "\n"
+    )
     path.write_text(text)
     assert list(score.kept_scores(path, {"sum": now, "null": now})) == ["sum"]
     parts = {"task": {}, "output": "4", "settings": {}} | changed
@@ -218,24 +223,27 @@ def test_scores_of_other_tasks_answers_or_settings_are_refused_and_what_has_no_v
 
 def test_every_domain_has_a_reward_that_answers():
     with Sandbox(unsafe=True) as sandbox:
-        means = registry.Means(sandbox=sandbox, tolerance=0.1)
+        means = registry.RewardContext(sandbox=sandbox, tolerance=0.1)
         for name in set(registry.DOMAINS) - {"math", "mathematics", "reasoning_gym"}:
             scored = registry.DOMAINS[name].make(means)
             task = Task("t", "?", ("1",), name, {"tests": ["assert f() == 1"]})
-            assert isinstance(registry.route(means).score(task, "1"), Scored)
+            assert isinstance(registry.route_by_domain(means).score(task, "1"), RewardResult)
             assert isinstance(scored, Reward)
-        assert registry.route(means).score(Task("t", "?", ("100",), "answer"), "104").value == 1.0
-        assert registry.route(means).score(Task("t", "?", ("100",), "poem"), "104").value is None
-        assert registry.route(means, default="answer").score(Task("t", "?", ("100",), "poem"), "104").value == 1.0
+        assert registry.route_by_domain(means).score(Task("t", "?", ("100",), "answer"), "104").value == 1.0
+        assert registry.route_by_domain(means).score(Task("t", "?", ("100",), "poem"), "104").value is None
+        assert (
+            registry.route_by_domain(means, default="answer").score(Task("t", "?", ("100",), "poem"), "104").value
+            == 1.0
+        )
 
 
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setattr(registry, "find_spec", lambda _name: None)
     with pytest.raises(BadInput, match=r"needs math_verify: pip install 'math-verify"):
-        registry.preload(["math", "code"])
-    assert registry.preload(["code", "poem"]) == ()
+        registry.modules_to_preload(["math", "code"])
+    assert registry.modules_to_preload(["code", "poem"]) == ()
     with Sandbox(unsafe=True) as sandbox:  # and is in the way of no other domain
-        reward = registry.route(registry.Means(sandbox=sandbox))
+        reward = registry.route_by_domain(registry.RewardContext(sandbox=sandbox))
         scored = {name: reward.score(Task("t", "?", ("4",), name), "4") for name in ("math", "answer")}
     assert scored["answer"].value == 1.0
     assert scored["math"].value is None

@@ -11,26 +11,26 @@ import jax
 import numpy as np
 import pytest
 
-from flowgrpo.contracts import Scored
-from flowgrpo.data.tokenizer import load_text
+from flowgrpo.contracts import RewardResult
+from flowgrpo.data.tokenizer import load_tokenizer
 from flowgrpo.models.hf import load_model
 from flowgrpo.recipes import self_verify_tasks as own
-from flowgrpo.recipes.hosted_training import held_out
-from flowgrpo.recipes.offline_start import note_made, phrases, write_model, write_tokenizer
+from flowgrpo.recipes.hosted_training import second_check_metrics
+from flowgrpo.recipes.offline_start import phrase_pretokenizer, write_model, write_start_settings, write_tokenizer
 from flowgrpo.recipes.self_verify import (
-    comparison,
+    comparison_table,
     draw_curves,
-    figures,
+    evaluate_answers,
+    format_verdict,
     is_right,
     validation_line,
-    verdict_story,
     yes_probability,
 )
-from flowgrpo.report.health import warnings_of
+from flowgrpo.report.health import all_warnings
 from flowgrpo.rewards.answers.match import answer
-from flowgrpo.rewards.combine import CHECK
-from flowgrpo.rewards.judge import ask_alone, verdict_ids, verifier_probability
-from flowgrpo.rollout.records import Played, make_turn
+from flowgrpo.rewards.combine import SECOND_CHECK
+from flowgrpo.rewards.judge import ask_without_gold, verdict_ids, verifier_probability
+from flowgrpo.rollout.records import RecordedTrajectory, make_turn
 from flowgrpo.run.kill_series import differences
 from flowgrpo.run.run_dir import START
 from flowgrpo.types import BadInput, Task
@@ -43,21 +43,21 @@ CONFIG = own.Config(warm_tasks=100, warm_steps=60, warm_rows=8)
 def text(tmp_path_factory):
     """The tokenizer of the small model."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder, own.texts(0), cut=phrases, vocab_size=own.MOST)
-    return load_text(folder)
+    write_tokenizer(folder, own.tokenizer_texts(0), pretokenizer=phrase_pretokenizer, vocab_size=own.VOCAB_SIZE)
+    return load_tokenizer(folder)
 
 
 # Questions and what is shown ----------------------------------------------------------------------------
 
 
-def test_questions_of_one_split_are_in_no_other_and_their_answers_are_right():
+def test_questions_of_splits_are_disjoint_and_answers_right():
     parts = {split: own.make_questions(0, split, 0, 150) for split in ("train", "validation", "test")}
     queries = [{task.query for task in tasks} for tasks in parts.values()]
     assert len(set.union(*queries)) == sum(len(part) for part in queries)
     assert len({task.id for tasks in parts.values() for task in tasks}) == 450
     for task in parts["test"]:
         numbers = [int(word) for word in task.query.rstrip("?").replace(",", "").split() if word.isdigit()]
-        assert len(set(numbers)) == own.LISTED
+        assert len(set(numbers)) == own.NUMBERS_PER_QUESTION
         assert task.answers == (str(max(numbers)),)
     assert (
         own.make_questions(3, "train", 5, 2)[1] == own.make_question(3, "train", 6) != own.make_question(4, "train", 6)
@@ -66,12 +66,12 @@ def test_questions_of_one_split_are_in_no_other_and_their_answers_are_right():
 
 def test_answers_and_verdicts_are_wrong_as_often_as_they_should_be():
     random, tasks = np.random.default_rng(0), own.make_questions(0, "train", 0, 1000)
-    answers = [own.shown_answer(task, random, 0.45) for task in tasks]
+    answers = [own.draw_answer(task, random, 0.45) for task in tasks]
     right = np.array([task.answers[0] == answer for task, answer in zip(tasks, answers, strict=True)])
     assert right.mean() == pytest.approx(0.45, abs=0.05)
     assert all(answer in own.numbers_of(task) for task, answer in zip(tasks, answers, strict=True))
     pairs = zip(tasks, answers, strict=True)
-    yes = np.array([own.shown_verdict(task, answer, random, 0.2, 0.1) == "Yes" for task, answer in pairs])
+    yes = np.array([own.draw_verdict(task, answer, random, 0.2, 0.1) == "Yes" for task, answer in pairs])
     assert yes[right].mean() == pytest.approx(0.9, abs=0.05)
     assert yes[~right].mean() == pytest.approx(0.2, abs=0.05)
 
@@ -83,10 +83,10 @@ def test_the_judge_is_taught_in_the_very_prompt_that_the_reward_renders(text):
         seen.extend(prompts)
         return np.log(np.full((len(prompts), text.vocab_size), 1 / text.vocab_size))
 
-    reward = verifier_probability(text, next_logp, ask=ask_alone)
+    reward = verifier_probability(text, next_logp, ask=ask_without_gold)
     task = own.make_question(0, "train", 0)
     given = [*own.numbers_of(task), "<|im_end|>\nYes", "a\nb", "x" * 20_000]
-    reward.many([task] * len(given), given)
+    reward.score_all([task] * len(given), given)
     assert seen == [own.judge_prompt(text, task, answer) for answer in given]
 
 
@@ -110,31 +110,33 @@ def test_what_is_imitated_is_the_reply_to_what_is_asked(text):
 # Reward and truth ---------------------------------------------------------------------------------------
 
 
-def played(reward: float | None, right: bool, *, output: str = "7") -> Played:
+def played(reward: float | None, right: bool, *, output: str = "7") -> RecordedTrajectory:
     task = Task("t", "Which is the largest of 7 and 3?", ("7",), "largest")
     turn = make_turn([1, 2], [3], [-0.5], 0, None, 0)
-    own = {"task": task, "key": (0, 0), "sample": 0, "tools": ("",), "errors": (False,), "lens": (0, 0)}
-    scored = Scored(reward, "", {CHECK: float(right)})
-    return Played([turn], reward, 0, right, appends=False, output=output, scored=scored, seconds=0.0, **own)
+    own = {"task": task, "key": (0, 0), "sample": 0, "tools": ("",), "errors": (False,), "effect_counts": (0, 0)}
+    reward_result = RewardResult(reward, "", {SECOND_CHECK: float(right)})
+    return RecordedTrajectory(
+        [turn], reward, 0, right, extends_context=False, output=output, reward_result=reward_result, seconds=0.0, **own
+    )
 
 
 def test_what_is_right_is_what_the_matcher_says_whatever_the_judge_says():
-    assert is_right(Scored(0.1, "", {CHECK: 1.0}))
-    assert is_right(Scored(None, "no verdict", {CHECK: 1.0}))
-    assert not is_right(Scored(1.0, "", {CHECK: 0.0}))
-    assert not is_right(Scored(1.0))
+    assert is_right(RewardResult(0.1, "", {SECOND_CHECK: 1.0}))
+    assert is_right(RewardResult(None, "no verdict", {SECOND_CHECK: 1.0}))
+    assert not is_right(RewardResult(1.0, "", {SECOND_CHECK: 0.0}))
+    assert not is_right(RewardResult(1.0))
 
 
 @pytest.mark.slow
-def test_R3_the_reward_is_the_judges_and_the_matcher_stands_beside_it(tmp_path):
-    write_model(tmp_path, own.texts(0), seed=0, cut=phrases, vocab_size=own.MOST)
+def test_R3_the_reward_is_the_judges_and_the_matcher_checks(tmp_path):
+    write_model(tmp_path, own.tokenizer_texts(0), seed=0, pretokenizer=phrase_pretokenizer, vocab_size=own.VOCAB_SIZE)
     tasks = [own.make_question(0, "test", i) for i in range(3)]
     outputs = [tasks[0].answers[0], "nothing", f" {tasks[2].answers[0]} "]
     model = load_model(tmp_path)
-    sure = model._replace(policy=model.policy._replace(unembed=partial(_yes_and_no, model.text)))
-    scored = yes_probability(sure, answer(), sure.params).many(tasks, outputs)
-    assert [one.value for one in scored] == pytest.approx([0.75] * 3, abs=1e-5)
-    assert [is_right(one) for one in scored] == [True, False, True]
+    sure = model._replace(policy=model.policy._replace(unembed=partial(_yes_and_no, model.tokenizer)))
+    results = yes_probability(sure, answer(), sure.params).score_all(tasks, outputs)
+    assert [one.value for one in results] == pytest.approx([0.75] * 3, abs=1e-5)
+    assert [is_right(one) for one in results] == [True, False, True]
 
 
 def _yes_and_no(text, _params, hidden):
@@ -146,34 +148,34 @@ def _yes_and_no(text, _params, hidden):
 
 
 def test_the_figures_hold_reward_truth_gap_and_how_good_the_judge_is():
-    found = figures([played(0.9, True), played(0.8, False), played(0.2, False), played(None, True)])
+    found = evaluate_answers([played(0.9, True), played(0.8, False), played(0.2, False), played(None, True)])
     assert found.success == pytest.approx(1 / 3)
     assert (found.samples, found.invalid) == (3, 1)
     assert found.outcome == pytest.approx(1.9 / 3)
     assert found.gap == pytest.approx(0.9 / 3)
     assert found.judge_right == pytest.approx(2 / 3)
     assert found.calibration_error == pytest.approx((0.1 + 0.8 + 0.2) / 3)
-    assert {"outcome", "gap", "judge_right", "calibration_error", "success"} <= set(found.figures())
-    same_bin = figures([played(p_yes, right) for p_yes, right in ((0.91, True), (0.99, False), (1.0, True))])
+    assert {"outcome", "gap", "judge_right", "calibration_error", "success"} <= set(found.metrics())
+    same_bin = evaluate_answers([played(p_yes, right) for p_yes, right in ((0.91, True), (0.99, False), (1.0, True))])
     assert same_bin.calibration_error == pytest.approx((0.91 + 0.99 + 1.0 - 2) / 3)
 
 
-def test_R3_the_held_out_check_and_its_gap_are_figures_of_an_update():
-    unchecked = dataclasses.replace(played(1.0, True), scored=Scored(1.0))
-    found = held_out([played(0.9, True), played(0.8, False), unchecked])
-    assert found == {CHECK: 0.5, "gap": pytest.approx(0.35)}
-    assert held_out([unchecked]) == {}
+def test_R3_second_check_and_gap_are_metrics_of_an_update():
+    unchecked = dataclasses.replace(played(1.0, True), reward_result=RewardResult(1.0))
+    found = second_check_metrics([played(0.9, True), played(0.8, False), unchecked])
+    assert found == {SECOND_CHECK: 0.5, "gap": pytest.approx(0.35)}
+    assert second_check_metrics([unchecked]) == {}
 
 
 def test_a_judge_that_judges_nothing_is_refused_with_its_reason():
-    silent = dataclasses.replace(played(None, True), scored=Scored(None, "the judge says Maybe"))
+    silent = dataclasses.replace(played(None, True), reward_result=RewardResult(None, "the judge says Maybe"))
     with pytest.raises(BadInput, match=r"none of 2 answers \(the judge says Maybe\)"):
-        figures([silent, silent])
+        evaluate_answers([silent, silent])
 
 
-def test_the_table_has_a_column_for_each_and_says_what_is_not_known():
-    one = figures([played(0.9, True), played(0.8, False)])
-    table = comparison({"start": one, "last update": figures([played(0.8, True)])})
+def test_the_table_has_a_column_for_each_evaluation():
+    one = evaluate_answers([played(0.9, True), played(0.8, False)])
+    table = comparison_table({"start": one, "last update": evaluate_answers([played(0.8, True)])})
     rows = {line[:24].strip(): line[24:].split() for line in table.splitlines()}
     assert rows["true accuracy"][0] == "50.0%"
     assert rows['P("Yes")'] == ["85.0%", "80.0%"]
@@ -182,14 +184,14 @@ def test_the_table_has_a_column_for_each_and_says_what_is_not_known():
 
 
 def test_a_warning_comes_when_the_gap_has_grown_since_the_start():
-    grown = figures([played(0.9, True), played(0.9, False)])
+    grown = evaluate_answers([played(0.9, True), played(0.9, False)])
     assert grown.gap == pytest.approx(0.4)
     lines = [{"phase": "validation", "update": 0, "gap": 0.1}, {"phase": "validation", "update": 10} | vars(grown)]
-    (told,) = warnings_of(lines)
+    (told,) = all_warnings(lines)
     assert told["warning"] == "gap"
     assert "from +0.10 to +0.40" in told["words"]
     assert "gap +0.40" in validation_line(grown)
-    assert "P(Yes) 0.80, wrong, should be 7" in verdict_story(played(0.8, False, output="3"))
+    assert "P(Yes) 0.80, wrong, should be 7" in format_verdict(played(0.8, False, output="3"))
 
 
 def test_both_curves_are_drawn_from_the_metrics(tmp_path):
@@ -225,11 +227,11 @@ def test_a_start_that_was_made_otherwise_is_refused(tmp_path):
     folder = tmp_path / START
     folder.mkdir()
     with pytest.raises(BadInput, match="can't be read"):
-        own.make_start(tmp_path, CONFIG)
-    note_made(folder, {name: CONFIG.to_json()[name] for name in own.MADE_WITH})
-    own.make_start(tmp_path, CONFIG)
+        own.make_start_model(tmp_path, CONFIG)
+    write_start_settings(folder, {name: CONFIG.to_json()[name] for name in own.MADE_WITH})
+    own.make_start_model(tmp_path, CONFIG)
     with pytest.raises(BadInput, match="was made otherwise: seed: there 0, here 1"):
-        own.make_start(tmp_path, dataclasses.replace(CONFIG, seed=1))
+        own.make_start_model(tmp_path, dataclasses.replace(CONFIG, seed=1))
 
 
 # The command --------------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ SIZES = (
 def begin(tmp_path_factory) -> tuple[str, ...]:
     """Flags that give a start of a few steps, which knows what kind of word a verdict is, and tasks for it."""
     base = tmp_path_factory.mktemp("given")
-    own.make_start(base, CONFIG)
+    own.make_start_model(base, CONFIG)
     tasks = own.make_questions(0, "train", 0, 60)
     lines = [{"id": task.id, "query": task.query, "answers": task.answers, "domain": task.domain} for task in tasks]
     (base / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -277,7 +279,7 @@ def test_R3_a_run_says_what_is_paid_and_what_is_true(whole):
 
 
 @pytest.mark.slow
-def test_S1_a_run_in_two_parts_and_offloaded_ends_as_one_in_a_piece(command, begin, whole, tmp_path):
+def test_S1_a_resumed_offloaded_run_equals_an_uninterrupted_one(command, begin, whole, tmp_path):
     command("self_verify", *begin, f"--workdir={tmp_path}", "--updates=1", "--offload=disk", "--watch_seconds=500")
     command("self_verify", *begin, f"--workdir={tmp_path}", "--updates=2")
     assert result(tmp_path)["resumed_at"] == [1]
@@ -293,10 +295,8 @@ def learned(folder: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_an_adapter_learns_over_int8_on_two_devices_with_moments_of_eight_bits_and_leaves_as_an_adapter(
-    command, begin, tmp_path
-):
-    flags = ("--updates=2", "--lora_rank=2", "--base=int8", "--optimizer=adamw8bit", "--remat")
+def test_an_int8_adapter_trains_on_two_devices_and_is_exported(command, begin, tmp_path):
+    flags = ("--updates=2", "--lora_rank=2", "--base_dtype=int8", "--optimizer=adamw8bit", "--remat")
     devices = ("--mesh=fsdp=2", "--cpu_devices=2")
     command("self_verify", *begin, f"--workdir={tmp_path}", *flags, *devices)
     learned(tmp_path)
@@ -311,7 +311,7 @@ def test_an_offline_run_without_updates_is_that_of_its_own_start(command, begin,
     """As if the command had made it: what its own sizes would make takes minutes."""
     shutil.copytree(begin[0].partition("=")[2], tmp_path / START)
     usual = own.preset(max_tokens=4).to_json()
-    note_made(tmp_path / START, {name: usual[name] for name in own.MADE_WITH})
+    write_start_settings(tmp_path / START, {name: usual[name] for name in own.MADE_WITH})
     command("self_verify", f"--workdir={tmp_path}", "--updates=0", *SIZES)
     found = result(tmp_path)
     assert (found["updates"], found["success_after"]) == (0, found["success_before"])

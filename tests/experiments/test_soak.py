@@ -32,24 +32,24 @@ def test_moments_are_spread_over_all_that_a_run_does_in_its_order():
     assert moments == sorted(moments) == draw_moments(TIMELINE, 40, seed=0) != draw_moments(TIMELINE, 40, seed=1)
     assert {moment.kind for moment in moments} == set(kill_series.KINDS)
     for moment in moments:
-        assert 0 <= moment.share < 1
+        assert 0 <= moment.fraction < 1
         at = TIMELINE.kinds[moment.lines]
-        assert moment.kind == at or (moment.kind == "write" and TIMELINE.kinds[moment.lines - 1] == "examination")
+        assert moment.kind == at or (moment.kind == "write" and TIMELINE.kinds[moment.lines - 1] == "validation")
     updates = {moment.lines for moment in moments if moment.kind == "update"}
     assert updates == {3, 4, 6, 7}
 
 
-def test_a_gap_is_the_time_from_a_line_to_the_next_or_to_the_end():
+def test_a_gap_is_the_time_to_the_next_line_or_end():
     timeline = Timeline([2.0, 2.5, 4.0], ["start", "update", "test"])
     assert [timeline.gap(lines) for lines in (0, 1, 2)] == [2.0, 0.5, 1.5]
 
 
-def test_a_run_that_began_somewhere_else_than_at_its_newest_checkpoint_is_found():
+def test_a_run_that_resumed_from_an_older_checkpoint_is_detected():
     moment = Moment(3, 0.5, "update")
     good = [Kill(moment, True, None, None, 0, False), Kill(moment, True, 4, 4, 6, True)]
     assert wrong_starts(good) == []
     assert wrong_starts([*good, Kill(moment, True, 0, 6, 6, False)]) == [
-        "a run went on from update 0, and the newest checkpoint was of 6"
+        "a run resumed from update 0, and the newest checkpoint was of 6"
     ]
 
 
@@ -79,7 +79,7 @@ def flip(name: str, folder: Path) -> None:
     checkpoints = Checkpoints(folder, keep=9)
     last = checkpoints.latest()
     assert last is not None
-    tree, note = checkpoints.restore(last, ...), checkpoints.note(last)
+    tree, note = checkpoints.restore(last, ...), checkpoints.metadata(last)
     *above, key = name.split("/")
     place = reduce(getitem, above, tree)
     array = np.array(place[key])
@@ -111,17 +111,17 @@ def test_every_difference_is_found_and_named_and_clocks_make_none(whole, tmp_pat
 
 
 @pytest.mark.slow
-def test_S1_a_tiny_run_that_is_killed_ends_as_if_nothing_had_been(monkeypatch, tmp_path):
+def test_S1_a_killed_tiny_run_equals_an_undisturbed_one(monkeypatch, tmp_path):
     """In an update and while a checkpoint is written; `python -m experiments.soak` kills whole experiments."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests")
     command = [sys.executable, str(ROOT / "tests" / "tiny_run.py")]
     found = run_soak(command, tmp_path, kills=2, seed=0, name="KILL")
     assert (found["kills"], found["differences"], found["wrong_starts"]) == (2, {}, [])
     assert found["resumed_at"]
-    assert all(update > 0 for update in found["went_on_from"][found["went_on_from"].count(0) :])
+    assert all(update > 0 for update in found["resumed_from"][found["resumed_from"].count(0) :])
 
 
-def test_a_run_that_differs_by_itself_and_one_that_fails_are_one_sentence(monkeypatch, tmp_path):
+def test_differing_and_failing_runs_are_one_sentence(monkeypatch, tmp_path):
     failing = [sys.executable, "-c", "import sys; print('no such flag', file=sys.stderr); sys.exit(2)"]
     with pytest.raises(BadInput, match=r"ended with status 2 .*no such flag"):
         run_soak(failing, tmp_path / "failing", kills=1, seed=0, name="KILL")

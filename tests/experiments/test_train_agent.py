@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,9 +17,24 @@ from flowgrpo.recipes.own_agent import preset
 from flowgrpo.rollout.records import from_json
 from tests.experiments.conftest import last_line, metrics, result
 
-SIZES = {"queries": 2, "samples": 2, "validation_tasks": 4, "test_tasks": 4, "slots": 8, "chunk": 16, "steps": 4}
-SIZES |= {"max_tokens": MAX_TOKENS, "context_tokens": CONTEXT, "turns": 4, "exam_turns": 4, "mini_batches": 1}
-SMALL = {**SIZES, "dtype": "float32", "remat": False, "updates": 2, "temperature": 1.0, "learning_rate": 1e-3}
+SIZES = {
+    "queries": 2,
+    "samples": 2,
+    "validation_tasks": 4,
+    "test_tasks": 4,
+    "slots": 8,
+    "prefill_chunk": 16,
+    "decode_steps": 4,
+}
+SIZES |= {"max_tokens": MAX_TOKENS, "context_tokens": CONTEXT, "turns": 4, "eval_turns": 4, "mini_batches": 1}
+SMALL: dict[str, Any] = {
+    **SIZES,
+    "dtype": "float32",
+    "remat": False,
+    "updates": 2,
+    "temperature": 1.0,
+    "learning_rate": 1e-3,
+}
 
 
 def flags(**settings) -> list[str]:
@@ -36,9 +52,9 @@ def tasks(tmp_path_factory) -> Path:
     return path
 
 
-def length(_task: fg.Task, output: str) -> fg.Scored:
+def length(_task: fg.Task, output: str) -> fg.RewardResult:
     """Pays short answers: a reward that differs within groups."""
-    return fg.Scored(max(0.0, 1 - len(output) / 60))
+    return fg.RewardResult(max(0.0, 1 - len(output) / 60))
 
 
 def train(folder: Path, tasks: Path, **settings) -> dict:
@@ -55,7 +71,7 @@ def whole(tmp_path_factory, tasks) -> Path:
 
 
 @pytest.mark.slow
-def test_a_function_is_trained_by_one_call_and_the_run_writes_what_every_run_does(whole):
+def test_one_call_trains_a_function_and_writes_a_run(whole):
     found, trained = result(whole), metrics(whole, "train")
     assert (found["updates"], found["env"], found["algorithm"]) == (2, "agent of your own", "flow_grpo")
     assert len(trained) == 2
@@ -70,7 +86,7 @@ def test_a_function_is_trained_by_one_call_and_the_run_writes_what_every_run_doe
 
 
 @pytest.mark.slow
-def test_S1_a_run_that_is_stopped_goes_on_to_the_same_bits(whole, tmp_path, tasks):
+def test_S1_a_stopped_run_resumes_exactly(whole, tmp_path, tasks):
     train(tmp_path / "run", tasks, updates=1)
     train(tmp_path / "run", tasks)
     assert result(tmp_path / "run")["params_sha256"] == result(whole)["params_sha256"]
@@ -84,7 +100,7 @@ def test_a_program_is_trained_by_a_command_which_others_open(command, tmp_path, 
     how = [f"--model={tiny_folder()}", f"--tasks={tasks}", f"--agent={sys.executable} {script}", f"--workdir={folder}"]
     looked = command("train_agent", *how, *flags(), "--dry_run").stdout
     assert looked.count("\nreward    ") == 2
-    assert "[2] said" in looked
+    assert "[2] action" in looked
     done = command("train_agent", *how, *flags(updates=1), "--checkpoint_every=1")
     assert last_line(done)["updates"] == 1
     assert f"{len(list((folder / 'trajectories').iterdir()))}" != "0"
@@ -128,12 +144,12 @@ def test_numbers_that_a_reward_would_not_see_are_refused(tmp_path, tasks):
 
 def test_there_are_as_many_agents_as_slots(tmp_path, tasks):
     for agents, width in ((None, SMALL["slots"]), (3, 3), (100, 100)):
-        config = preset(str(tiny_folder()), **SMALL, tasks=str(tasks), agent="true", agents=agents)
-        with own_agent.open(config, tmp_path / "run") as setup:
-            assert hosted.width_of(setup) == width
+        config = preset(str(tiny_folder()), **SMALL, tasks=str(tasks), agent="true", concurrent_agents=agents)
+        with own_agent.build(config, tmp_path / "run") as setup:
+            assert hosted.concurrency_of(setup) == width
 
 
-def test_an_agent_that_never_comes_to_an_outcome_is_a_sentence_with_the_reason(tmp_path, tasks):
+def test_an_agent_without_any_outcome_is_refused_with_the_reason(tmp_path, tasks):
     async def broken(_task, _url):
         await asyncio.sleep(0)
         raise KeyError("the key of the user's own server")

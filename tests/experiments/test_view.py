@@ -7,17 +7,17 @@ import pytest
 
 import flowgrpo as fg
 from flowgrpo.recipes import agent_config, pure
-from flowgrpo.recipes.hosted import record, record_advantages
-from flowgrpo.recipes.pages import read_trajectories, speller_of, write_page
-from flowgrpo.rollout.records import Played, make_turn
+from flowgrpo.recipes.hosted import write_advantages, write_trajectories
+from flowgrpo.recipes.pages import read_trajectories, token_decoder_of, write_page
+from flowgrpo.rollout.records import RecordedTrajectory, make_turn
 from flowgrpo.types import Status
 
 ENV = {"env": "lookup", "seed": 3, "algorithm": "flow_grpo"}
 
 
-def played(group: int = 0, sample: int = 0, turns: int = 2, **ended) -> Played:
+def played(group: int = 0, sample: int = 0, turns: int = 2, **ended) -> RecordedTrajectory:
     sequence = [make_turn([19, 11], [7, 11, 1], [-0.5, -0.25, 0.0], 0, None, 0)] * turns
-    return Played(
+    return RecordedTrajectory(
         task=fg.Task(f"t{group}", "dee boss ?", ("hal",), "lookup"),
         key=(),
         group=group,
@@ -25,7 +25,7 @@ def played(group: int = 0, sample: int = 0, turns: int = 2, **ended) -> Played:
         turns=sequence,
         tools=("archive",) * turns,
         errors=(False,) * turns,
-        lens=(0,) * (turns + 1),
+        effect_counts=(0,) * (turns + 1),
         output="hal",
         seconds=0.5,
         **{"outcome": 1.0} | ended,
@@ -41,14 +41,14 @@ def run(tmp_path):
     folder = tmp_path / "trajectories"
     lost = played(0, 1, turns=1, outcome=None, status=Status.TOOL_FAILURE)
     for name in ("test-after", "000002", "test-before"):
-        record(folder / f"{name}.jsonl", [played()])
-    record(folder / "000001.jsonl", [played(), lost])
+        write_trajectories(folder / f"{name}.jsonl", [played()])
+    write_trajectories(folder / "000001.jsonl", [played(), lost])
     adv_nt = np.array([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]])
-    record_advantages(folder / "000001.advantages.jsonl", [played(), lost], adv_nt)
+    write_advantages(folder / "000001.advantages.jsonl", [played(), lost], adv_nt)
     return tmp_path
 
 
-def test_examinations_come_first_and_advantages_belong_to_group_and_sample(run):
+def test_evaluations_come_first_and_advantages_match_group_and_sample(run):
     """A trajectory that takes no part has no advantage."""
     assert [(one.phase, one.update, one.advantages) for one in read_trajectories(run)] == [
         ("test before", None, None),
@@ -62,7 +62,7 @@ def test_examinations_come_first_and_advantages_belong_to_group_and_sample(run):
 def test_advantages_by_token_end_with_the_turn(tmp_path):
     path = tmp_path / "000001.advantages.jsonl"
     adv_ntl = np.arange(16, dtype=np.float32).reshape(1, 2, 8)
-    record_advantages(path, [played()], adv_ntl)
+    write_advantages(path, [played()], adv_ntl)
     assert json.loads(path.read_text()) == {"group": 0, "sample": 0, "advantage": adv_ntl[0, :, :5].tolist()}
 
 
@@ -72,28 +72,28 @@ def test_a_line_that_is_being_written_is_left_out(run):
     assert len(read_trajectories(run)) == 5
 
 
-def test_the_page_of_a_run_has_its_words_and_says_what_it_lacks(run):
+def test_a_runs_page_has_its_tokens_and_names_what_is_missing(run):
     assert write_page(run, run / "page.html") == 5
     html = (run / "page.html").read_text(encoding="utf-8")
     assert '"dee "' in html
     assert "give --ratios=best" in html
 
 
-def test_where_nothing_is_there_it_is_said(run, tmp_path):
+def test_missing_records_are_refused(run, tmp_path):
     out = tmp_path / "page.html"
     with pytest.raises(fg.BadInput, match=r"holds no run: run\.json is missing; give the folder of one"):
         write_page(tmp_path / "nowhere", out)
-    with pytest.raises(fg.BadInput, match="has no checkpoint yet: let the run go on"):
+    with pytest.raises(fg.BadInput, match="has no checkpoint yet: continue the run"):
         write_page(run, out, ratios="best")
     (run / "trajectories" / "000001.advantages.jsonl").write_text("[1]\n")
     with pytest.raises(fg.BadInput, match=r"000001\.advantages\.jsonl holds no advantages"):
         write_page(run, out)
     for path in (run / "trajectories").iterdir():
         path.unlink()
-    with pytest.raises(fg.BadInput, match=r"holds no trajectories: .*let the run go on"):
+    with pytest.raises(fg.BadInput, match=r"holds no trajectories: .*continue the run"):
         write_page(run, out)
 
 
 def test_a_tokenizer_that_is_gone_can_be_named(tmp_path):
     with pytest.raises(fg.BadInput, match=r"there is no model folder .*; or name the run's tokenizer by --tokenizer"):
-        speller_of(agent_config.preset(str(tmp_path / "gone")), tmp_path)
+        token_decoder_of(agent_config.preset(str(tmp_path / "gone")), tmp_path)

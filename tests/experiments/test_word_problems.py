@@ -24,14 +24,14 @@ IMITATES |= {"demonstrations": 60, "checkpoint_every": 1}
 
 
 @pytest.mark.slow
-def test_what_imitates_experts_writes_the_form_and_goes_on_with_the_same_examples(command, tmp_path):
+def test_imitation_of_experts_learns_the_form_and_keeps_the_examples(command, tmp_path):
     command("agentflow", *flags(tmp_path, **IMITATES))
     run = tmp_path / "run"
     losses = [line["loss"] for line in metrics(run, "warm start")]
     assert len(losses) == 5
     assert min(losses) < losses[0] / 2
     (trained,) = metrics(run, "train")
-    assert trained["obedience"] > 0.8
+    assert trained["format_compliance"] > 0.8
     assert trained["tools"] == {"calculator": 1.0}
     assert set(result(run)["success_by_domain_after"]) == {"answer"}
     assert not (run / "warm_start").exists()

@@ -1,5 +1,5 @@
-"""Agents that know nothing of training, played over the real engine: ids, masks and log-probabilities are those of
-`fg.hosted` on an environment that says the same."""
+"""Unmodified external agents over the real engine: ids, masks and log-probabilities are those of `fg.hosted` on an
+environment with the same messages."""
 
 import asyncio
 import json
@@ -17,9 +17,9 @@ import pytest
 from gateway_cases import CONTEXT, MAX_TOKENS, TURNS, ask, keys_of, make_env, talkative, tasks_of, tiny_model
 
 import flowgrpo as fg
-from flowgrpo.contracts import HostEnv, HostStep, Said
-from flowgrpo.data.tokenizer import add_messages, start
-from flowgrpo.gateway.agent_env import context_figures
+from flowgrpo.contracts import HostEnv, HostObservation, HostStep
+from flowgrpo.data.tokenizer import add_messages, start_conversation
+from flowgrpo.gateway.agent_env import context_metrics
 from flowgrpo.gateway.agents import AgentHost
 from flowgrpo.gateway.server import Gateway
 from flowgrpo.rollout.records import from_json, to_json
@@ -28,12 +28,12 @@ from flowgrpo.types import Status
 
 @contextmanager
 def hosting(agent, engine, **settings):
-    """`play(count)` of trajectories by an agent."""
-    text = tiny_model().text
-    with Gateway(model="tiny", spell=text.decode) as gateway, AgentHost(agent, gateway, **settings) as host:
+    """`play(count)` rolls out trajectories of an agent."""
+    text = tiny_model().tokenizer
+    with Gateway(model="tiny", decode=text.decode) as gateway, AgentHost(agent, gateway, **settings) as host:
 
         def play(count: int, env: HostEnv | None = None, **more):
-            settings = {"do": host.do, "width": 16, **more}
+            settings = {"call_tool": host.call_tool, "concurrency": 16, **more}
             rollout = fg.hosted(env or make_env(), host.submit_to(engine.submit), **settings)
             return rollout(tasks_of(count), keys_of(count), list(range(count)))
 
@@ -43,54 +43,54 @@ def hosting(agent, engine, **settings):
     assert not gateway._sessions
 
 
-def same_bits(one, other) -> None:
-    """Two trajectories have the same turns, to the bit."""
-    assert len(one.turns) == len(other.turns)
-    for mine, theirs in zip(one.turns, other.turns, strict=True):
+def same_bits(trajectory, expected) -> None:
+    """Check that two trajectories have the same turns, to the bit."""
+    assert len(trajectory.turns) == len(expected.turns)
+    for turn, expected_turn in zip(trajectory.turns, expected.turns, strict=True):
         for name in ("tokens", "chosen", "logp_sampled", "version"):
-            np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name), err_msg=name)
+            np.testing.assert_array_equal(getattr(turn, name), getattr(expected_turn, name), err_msg=name)
 
 
-def by_hand(told: list[str]) -> HostEnv:
-    """An environment that says the query, and then these messages of a user, in one conversation."""
-    text = tiny_model().text
+def by_hand(replies: list[str]) -> HostEnv:
+    """An environment whose observations are the query, and then these user messages, in one conversation."""
+    text = tiny_model().tokenizer
 
     def reset(_key, task, _do):
-        talk = start(text, [{"role": "user", "content": task.query}])
-        return (talk, 0), Said(talk.tokens)
+        talk = start_conversation(text, [{"role": "user", "content": task.query}])
+        return (talk, 0), HostObservation(talk.tokens)
 
     def step(state, tokens, _do):
         talk, number = state
         talk = talk.extend(tuple(tokens), chosen=True)
-        if number == len(told):
-            return (talk, number), HostStep(None, True, output=text.spoken(tokens)[0])
-        longer = add_messages(text, talk, [{"role": "user", "content": told[number]}])
-        return (longer, number + 1), HostStep(Said(longer.tokens[len(talk.tokens) :]), False)
+        if number == len(replies):
+            return (talk, number), HostStep(None, True, output=text.decode_action(tokens)[0])
+        longer = add_messages(text, talk, [{"role": "user", "content": replies[number]}])
+        return (longer, number + 1), HostStep(HostObservation(longer.tokens[len(talk.tokens) :]), False)
 
     return HostEnv("by hand", (), TURNS, MAX_TOKENS, text.stop_ids, reset, step)
 
 
-def test_A7_an_agents_trajectory_has_the_bits_of_an_environment_that_says_the_same(engine):
+def test_A7_an_agents_trajectory_has_the_bits_of_a_hosted_environment(engine):
     with hosting(talkative, engine) as play:
         got = play(6)
-    rollout = fg.hosted(by_hand(["again 0", "again 1"]), engine.submit, width=3)
+    rollout = fg.hosted(by_hand(["again 0", "again 1"]), engine.submit, concurrency=3)
     expected = rollout(tasks_of(6), keys_of(6), list(range(6)))
-    for one, other in zip(got.played, expected.played, strict=True):
-        assert one.status == Status.FINISHED, one.reason
-        assert one.output == other.output
-        assert not any(turn.begins for turn in one.turns)
-        same_bits(one, other)
+    for trajectory, other in zip(got.trajectories, expected.trajectories, strict=True):
+        assert trajectory.status == Status.FINISHED, trajectory.reason
+        assert trajectory.output == other.output
+        assert not any(turn.starts_context for turn in trajectory.turns)
+        same_bits(trajectory, other)
 
 
 def test_A2_a_trajectory_is_replayed_without_its_agent(engine):
     with hosting(talkative, engine) as play:
-        for one in play(2).played:
-            again = from_json(to_json(one))
-            assert to_json(fg.replay(make_env(), again)) == to_json(one)
+        for trajectory in play(2).trajectories:
+            again = from_json(to_json(trajectory))
+            assert to_json(fg.replay(make_env(), again)) == to_json(trajectory)
 
 
 async def rewriting(task: fg.Task, url: str) -> str:
-    """Goes on, forgets the first exchange, asks a sub-agent, and goes on from the first answer."""
+    """Continues, rewrites the first exchange, asks a sub-agent, and continues the first response."""
     asked, more = {"role": "user", "content": task.query}, {"role": "user", "content": "again"}
     async with httpx.AsyncClient() as client:
         first = (await ask(client, url, [asked]))["message"]
@@ -102,29 +102,29 @@ async def rewriting(task: fg.Task, url: str) -> str:
     return last["message"]["content"]
 
 
-def test_A7_rewritten_history_and_sub_agents_begin_contexts_and_a_branch_keeps_the_recorded_ids(engine):
+def test_A7_rewrites_and_sub_agents_start_contexts_and_branches_keep_ids(engine):
     with hosting(rewriting, engine) as play:
         got = play(4)
-    for one in got.played:
-        assert one.status == Status.FINISHED, one.reason
-        assert [turn.begins for turn in one.turns] == [False, False, True, True, True]
-        kinds = [json.loads(effect.result.text)["asks"]["kind"] for effect in one.log[:-1]]
+    for trajectory in got.trajectories:
+        assert trajectory.status == Status.FINISHED, trajectory.reason
+        assert [turn.starts_context for turn in trajectory.turns] == [False, False, True, True, True]
+        kinds = [json.loads(effect.result.text)["asks"]["kind"] for effect in trajectory.log[:-1]]
         assert kinds == ["first", "append", "rewrite", "branch", "branch"]
-        first, branch = one.turns[0], one.turns[4]
+        first, branch = trajectory.turns[0], trajectory.turns[4]
         assert branch.tokens[: len(first.tokens)].tolist() == first.tokens.tolist()  # ids, as they were sampled
         assert branch.chosen.sum() == len(branch.tokens) - np.argmax(branch.chosen)
-        assert to_json(fg.replay(make_env(), from_json(to_json(one)))) == to_json(one)
-        rows = fg.pack([one], np.ones((1, 5)), np.ones((1, 5)), row_length=CONTEXT)
+        assert to_json(fg.replay(make_env(), from_json(to_json(trajectory)))) == to_json(trajectory)
+        rows = fg.pack([trajectory], np.ones((1, 5)), np.ones((1, 5)), row_length=CONTEXT)
         assert len({*rows.segments[rows.segments > 0].tolist()}) >= 1
-        assert rows.chosen.sum() == sum(turn.chosen.sum() for turn in one.turns)
-    assert context_figures(got.played) == {"contexts": 4, "rewrites": 1}
+        assert rows.chosen.sum() == sum(turn.chosen.sum() for turn in trajectory.turns)
+    assert context_metrics(got.trajectories) == {"contexts": 4, "rewrites": 1}
 
 
-def test_A7_a_branch_has_the_log_probabilities_of_a_context_that_was_gone_on_from(engine):
-    """Recorded ids are scored as the engine scored it, and what comes after as one whole context would be."""
+def test_A7_a_branch_has_the_log_probabilities_of_a_continued_context(engine):
+    """Recorded ids keep the engine's scores, and later ids are scored as in one whole context."""
     with hosting(rewriting, engine) as play:
-        one = play(1).played[0]
-    turn, model = one.turns[4], tiny_model()
+        trajectory = play(1).trajectories[0]
+    turn, model = trajectory.turns[4], tiny_model()
     scores = fg.generate.logprobs(model.policy, model.params, turn.tokens[None], banned=model.banned).logp[0]
     np.testing.assert_allclose(np.asarray(scores)[turn.chosen], turn.logp_sampled[turn.chosen], atol=1e-5)
 
@@ -144,7 +144,7 @@ print(messages[-2]["content"])
 """
 
 
-def test_a_program_a_named_function_and_a_function_in_a_thread_are_the_same_agent(engine, tmp_path):
+def test_a_program_a_named_function_and_a_thread_give_the_same_bits(engine, tmp_path):
     script = tmp_path / "agent.py"
     script.write_text(PROGRAM)
 
@@ -156,15 +156,15 @@ def test_a_program_a_named_function_and_a_function_in_a_thread_are_the_same_agen
     for agent in agents:
         environ = {"PYTHONPATH": os.pathsep.join(sys.path)}
         with hosting(agent, engine, environ=environ) as play:
-            played.append(play(2).played)
+            played.append(play(2).trajectories)
     for others in played[1:]:
-        for one, other in zip(played[0], others, strict=True):
+        for trajectory, other in zip(played[0], others, strict=True):
             assert other.status == Status.FINISHED, other.reason
-            same_bits(one, other)
-            assert other.output.strip() == one.output.strip()
+            same_bits(trajectory, other)
+            assert other.output.strip() == trajectory.output.strip()
 
 
-# What goes wrong ----------------------------------------------------------------------------------------
+# Failures -----------------------------------------------------------------------------------------------
 
 
 async def crashing(task: fg.Task, url: str) -> str:
@@ -222,17 +222,15 @@ async def nothing(task: fg.Task, url: str) -> float:
         ("no_module:agent", Status.TOOL_FAILURE, 0, "agent 'no_module:agent' can't be imported: No module"),
     ],
 )
-def test_F5_crashes_and_hangs_are_statuses_that_take_no_part_and_limits_of_the_policy_do(
-    engine, agent, status, turns, reason
-):
-    judge = fg.Reward(lambda _task, _output: fg.Scored(0.25))
-    with hosting(agent, engine, silence=1.0 if agent is silent else 20.0, retries=1) as play:
-        one = play(1, reward=judge).played[0]
-    assert (one.status, len(one.turns)) == (status, turns), one.reason
-    assert reason in one.reason
-    assert one.outcome == (0.25 if status in (Status.TURN_LIMIT, Status.TOKEN_LIMIT) else None)  # and never 0
+def test_F5_crashes_and_hangs_are_masked_and_limits_count(engine, agent, status, turns, reason):
+    judge = fg.Reward(lambda _task, _output: fg.RewardResult(0.25))
+    with hosting(agent, engine, silent_timeout=1.0 if agent is silent else 20.0, retries=1) as play:
+        trajectory = play(1, reward=judge).trajectories[0]
+    assert (trajectory.status, len(trajectory.turns)) == (status, turns), trajectory.reason
+    assert reason in trajectory.reason
+    assert trajectory.outcome == (0.25 if status in (Status.TURN_LIMIT, Status.TOKEN_LIMIT) else None)  # and never 0
     if agent is endless:
-        assert one.output == "the best so far"
+        assert trajectory.output == "the best so far"
 
 
 def test_an_agent_that_fails_before_its_first_request_is_started_again(engine):
@@ -245,56 +243,54 @@ def test_an_agent_that_fails_before_its_first_request_is_started_again(engine):
         return await talkative(task, url)
 
     with hosting(shaky, engine, retries=2) as play:
-        assert play(1).played[0].status == Status.FINISHED
+        assert play(1).trajectories[0].status == Status.FINISHED
     assert calls == ["task-0"] * 3
 
 
-def test_an_agent_that_outlives_its_time_is_ended_and_its_children_too(engine, tmp_path):
+def test_an_agent_beyond_its_timeout_is_killed_with_its_children(engine, tmp_path):
     child = tmp_path / "child"
     command = f"sh -c 'sleep 60 & echo $! > {child}; wait'"
-    began = time.monotonic()
-    with hosting(command, engine, seconds=0.5, retries=0) as play:
-        one = play(1).played[0]
-    assert time.monotonic() - began < 20
-    assert "the agent did not end within 0.5 s" in one.reason
-    left = Path(f"/proc/{child.read_text().strip()}/stat")
-    assert not left.exists() or left.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    started_at = time.monotonic()
+    with hosting(command, engine, timeout=0.5, retries=0) as play:
+        trajectory = play(1).trajectories[0]
+    assert time.monotonic() - started_at < 20
+    assert "the agent did not end within 0.5 s" in trajectory.reason
+    stat = Path(f"/proc/{child.read_text().strip()}/stat")
+    assert not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
-def test_S1_an_agent_that_is_gone_is_started_again_and_brought_to_where_it_was(engine):
-    """As after a kill of the trainer: effects up to some turn are known, and no agent is at work."""
+def test_S1_an_agent_that_is_gone_is_restarted_and_restored(engine):
+    """As after a kill of the trainer: effects up to some turn are known, and no agent is running."""
     with hosting(talkative, engine) as play:
-        whole = play(1).played[0]
+        whole = play(1).trajectories[0]
     for known in (1, 2, 3):
         heard = {repr(effect.call): effect.result for effect in whole.log[:known]}
         with hosting(talkative, engine) as play:
             host = play.host
 
-            def do(call, heard=heard, host=host):
-                return heard.pop(repr(call)) if repr(call) in heard else host.do(call)
+            def call_tool(call, heard=heard, host=host):
+                return heard.pop(repr(call)) if repr(call) in heard else host.call_tool(call)
 
-            again = play(1, do=do).played[0]
+            again = play(1, call_tool=call_tool).trajectories[0]
         assert again.output == whole.output
         same_bits(again, whole)
 
 
-def test_S1_an_agent_that_asks_for_something_else_after_a_kill_is_aborted(engine):
+def test_S1_an_agent_with_another_request_after_a_kill_is_aborted(engine):
     with hosting(talkative, engine) as play:
-        whole = play(1).played[0]
+        whole = play(1).trajectories[0]
     heard = {repr(effect.call): effect.result for effect in whole.log[:2]}
 
     async def other(task, url):
         return await talkative(fg.Task(task.id, "something else", (), ""), url)
 
     with hosting(other, engine) as play:
-        again = play(1, do=lambda call: heard.pop(repr(call), None) or play.host.do(call)).played[0]
+        again = play(1, call_tool=lambda call: heard.pop(repr(call), None) or play.host.call_tool(call)).trajectories[0]
     assert again.status == Status.ABORTED
     assert again.reason == "the agent was started again after a kill, and its request 0 is another than before"
 
 
-def test_killing_the_process_of_a_named_function_fails_what_it_plays_and_the_next_rollout_begins_another(
-    engine, tmp_path
-):
+def test_killing_the_process_of_a_named_function_fails_its_trajectories(engine, tmp_path):
     answered = tmp_path / "answered"
     environ = {"PYTHONPATH": os.pathsep.join(sys.path), "ANSWERED": str(answered)}
     with hosting("gateway_cases:slow", engine, environ=environ, retries=0) as play:
@@ -306,23 +302,23 @@ def test_killing_the_process_of_a_named_function_fails_what_it_plays_and_the_nex
 
         killer = threading.Thread(target=kill_once_answered, daemon=True)
         killer.start()
-        one = play(1).played[0]
+        trajectory = play(1).trajectories[0]
         killer.join(timeout=60)
-        assert one.status == Status.ABORTED
-        assert "the process of gateway_cases:slow ended with status -9" in one.reason
+        assert trajectory.status == Status.ABORTED
+        assert "the process of gateway_cases:slow ended with status -9" in trajectory.reason
 
 
-# Rewards that agents give -------------------------------------------------------------------------------
+# Rewards from agents ------------------------------------------------------------------------------------
 
 
 async def rewarding(task: fg.Task, url: str) -> None:
     async with httpx.AsyncClient() as client:
         await ask(client, url, [{"role": "user", "content": task.query}])
-        where = url.removesuffix("/v1") + "/reward"
+        reward_url = url.removesuffix("/v1") + "/reward"
         statuses = []
-        given = [{"reward": value} for value in ("much", float("inf"), True, 0.5, 1)]
-        for body in [{"reward": 0.5, "correct": 1}, *given]:
-            response = await client.post(where, content=json.dumps(body))
+        rewards = [{"reward": value} for value in ("much", float("inf"), True, 0.5, 1)]
+        for body in [{"reward": 0.5, "correct": 1}, *rewards]:
+            response = await client.post(reward_url, content=json.dumps(body))
             statuses.append(response.status_code)
         assert statuses == [400, 400, 400, 400, 200, 409]
 
@@ -336,49 +332,50 @@ async def returning(task: fg.Task, url: str) -> float:
 @pytest.mark.parametrize(("agent", "outcome", "correct"), [(rewarding, 0.5, False), (returning, 1.0, True)])
 def test_an_agent_gives_its_own_reward_once(engine, agent, outcome, correct):
     with hosting(agent, engine) as play:
-        one = play(1).played[0]
-    assert (one.status, one.outcome, one.correct, one.output) == (Status.FINISHED, outcome, correct, None), one.reason
+        trajectory = play(1).trajectories[0]
+    assert (trajectory.status, trajectory.output) == (Status.FINISHED, None), trajectory.reason
+    assert (trajectory.outcome, trajectory.correct) == (outcome, correct)
 
 
-# Several requests at once, and requests that come again ---------------------------------------------------
+# Parallel and repeated requests ------------------------------------------------------------------------------
 
 
 async def parallel(task: fg.Task, url: str) -> str:
     async with httpx.AsyncClient() as client:
-        asked = [[{"role": "user", "content": f"{task.query} {i}"}] for i in range(3)]
-        found = await asyncio.gather(*(ask(client, url, one) for one in asked))
-    return " | ".join(one["message"]["content"] for one in found)
+        conversations = [[{"role": "user", "content": f"{task.query} {i}"}] for i in range(3)]
+        choices = await asyncio.gather(*(ask(client, url, messages) for messages in conversations))
+    return " | ".join(choice["message"]["content"] for choice in choices)
 
 
 def test_A7_parallel_requests_are_turns_of_their_own_contexts(engine):
     with hosting(parallel, engine) as play:
-        one = play(1).played[0]
-    assert [turn.begins for turn in one.turns] == [False, True, True]
-    said = {tiny_model().text.spoken(turn.tokens[turn.chosen])[0] for turn in one.turns}
-    assert said == set(one.output.split(" | "))
+        trajectory = play(1).trajectories[0]
+    assert [turn.starts_context for turn in trajectory.turns] == [False, True, True]
+    said = {tiny_model().tokenizer.decode_action(turn.tokens[turn.chosen])[0] for turn in trajectory.turns}
+    assert said == set(trajectory.output.split(" | "))
 
 
 async def repeating(task: fg.Task, url: str) -> str:
-    """Sends its request again, as the SDK does after a timeout, and then once more as a request of its own."""
+    """Retries its request, as the SDK does after a timeout, and then sends it once more as a new request."""
     body = {"messages": [{"role": "user", "content": task.query}]}
     async with httpx.AsyncClient() as client:
         counts = [{"x-stainless-retry-count": str(count)} for count in (0, 1)]
         posts = [client.post(f"{url}/chat/completions", json=body, headers=own, timeout=60) for own in counts]
         first = asyncio.create_task(posts[0])
         await asyncio.sleep(0.3)  # the repetition comes later
-        one, two = await asyncio.gather(first, posts[1])
-        three = await client.post(f"{url}/chat/completions", json=body, headers={"x-stainless-retry-count": "2"})
+        original, retry = await asyncio.gather(first, posts[1])
+        late_retry = await client.post(f"{url}/chat/completions", json=body, headers={"x-stainless-retry-count": "2"})
         other = await client.post(f"{url}/chat/completions", json=body)
-    said = [response.json()["choices"][0]["message"]["content"] for response in (one, two, three, other)]
+    said = [response.json()["choices"][0]["message"]["content"] for response in (original, retry, late_retry, other)]
     assert said[0] == said[1] == said[2]
     return said[3]
 
 
-def test_a_request_that_a_client_repeats_is_one_turn(engine):
+def test_a_retried_request_is_one_turn(engine):
     with hosting(repeating, engine) as play:
-        one = play(1).played[0]
-    assert one.status == Status.FINISHED, one.reason
-    assert len(one.turns) == 2
+        trajectory = play(1).trajectories[0]
+    assert trajectory.status == Status.FINISHED, trajectory.reason
+    assert len(trajectory.turns) == 2
 
 
 async def impatient(task: fg.Task, url: str) -> str:
@@ -389,11 +386,11 @@ async def impatient(task: fg.Task, url: str) -> str:
     return await talkative(task, url)
 
 
-def test_a_client_that_leaves_in_the_middle_costs_its_session_nothing_but_a_turn(engine):
+def test_a_client_that_disconnects_costs_its_session_at_most_a_turn(engine):
     with hosting(impatient, engine) as play:
-        one = play(1).played[0]
-    assert one.status == Status.FINISHED, one.reason
-    assert len(one.turns) in (3, 4)
+        trajectory = play(1).trajectories[0]
+    assert trajectory.status == Status.FINISHED, trajectory.reason
+    assert len(trajectory.turns) in (3, 4)
 
 
 async def of_all_kinds(task: fg.Task, url: str) -> str:
@@ -401,8 +398,8 @@ async def of_all_kinds(task: fg.Task, url: str) -> str:
     return await kinds[int(task.id.removeprefix("task-")) % len(kinds)](task, url)
 
 
-def test_A6_every_token_that_was_sampled_is_in_a_turn_or_in_the_ledger(engine):
-    """Of agents that end well, crash after an answer, rewrite, leave before an answer, and ask for two at a time."""
+def test_A6_every_sampled_token_is_in_a_turn_or_in_the_ledger(engine):
+    """With agents that finish, crash after a response, rewrite, disconnect, and send requests in parallel."""
     sampled: list[int] = []
 
     class Counted:
@@ -413,12 +410,12 @@ def test_A6_every_token_that_was_sampled_is_in_a_turn_or_in_the_ledger(engine):
 
     with hosting(of_all_kinds, Counted()) as play:
         got = play(15)
-    assert {one.status for one in got.played} == {Status.FINISHED, Status.ABORTED}
-    in_turns = sum(int(turn.chosen.sum()) for one in got.played for turn in one.turns)
+    assert {trajectory.status for trajectory in got.trajectories} == {Status.FINISHED, Status.ABORTED}
+    in_turns = sum(int(turn.chosen.sum()) for trajectory in got.trajectories for turn in trajectory.turns)
     assert in_turns + got.ledger.check().generated == sum(sampled) > 100
 
 
-# What an answer holds -----------------------------------------------------------------------------------
+# Contents of responses -------------------------------------------------------------------------------------
 
 
 async def asking_for_all(task: fg.Task, url: str) -> str:
@@ -430,10 +427,10 @@ async def asking_for_all(task: fg.Task, url: str) -> str:
     return json.dumps(choice)
 
 
-def test_an_answer_has_the_ids_and_log_probabilities_that_were_sampled(engine):
+def test_a_response_has_the_sampled_ids_and_log_probabilities(engine):
     with hosting(asking_for_all, engine) as play:
-        one = play(1).played[0]
-    choice, turn, text = json.loads(one.output), one.turns[0], tiny_model().text
+        trajectory = play(1).trajectories[0]
+    choice, turn, text = json.loads(trajectory.output), trajectory.turns[0], tiny_model().tokenizer
     assert choice["token_ids"] == turn.tokens[turn.chosen].tolist()
     assert choice["versions"] == [0] * len(choice["token_ids"])
     logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
@@ -442,12 +439,12 @@ def test_an_answer_has_the_ids_and_log_probabilities_that_were_sampled(engine):
         text.decode([t]) for t in choice["token_ids"]
     ]
     assert 1 <= turn.chosen.sum() <= 4
-    assert 1 <= one.turns[1].chosen.sum() <= 3
+    assert 1 <= trajectory.turns[1].chosen.sum() <= 3
     assert not set("ae") & set(choice["second"]["message"]["content"])
 
 
 class Scripted:
-    """An engine that says what it is told to."""
+    """An engine with given completions."""
 
     def __init__(self, *words: str):
         self.words, self.requests = list(words), []
@@ -456,7 +453,7 @@ class Scripted:
         from concurrent.futures import Future
 
         self.requests.append(request)
-        text = tiny_model().text
+        text = tiny_model().tokenizer
         ids = [*text.encode(self.words.pop(0)), text.stop_ids[0]]
         future = Future()
         future.set_result(fg.Completion(ids, [-1.0] * len(ids), [3] * len(ids), "stop"))
@@ -478,25 +475,25 @@ async def calling(task: fg.Task, url: str) -> str:
     return last["message"]["content"]
 
 
-def test_tools_are_shown_by_the_template_and_calls_are_read_and_gone_on_from():
+def test_tools_are_in_the_prompt_and_calls_are_parsed_and_continued():
     written = 'So.<tool_call>{"name": "add", "arguments": {"x": 2}}</tool_call>'
     engine = Scripted(written, "<tool_call>{4}")
     with hosting(calling, engine) as play:
-        one = play(1, env=make_env(max_tokens=64, tools=("add",))).played[0]
-    assert one.status == Status.FINISHED, one.reason
-    assert one.output == "<tool_call>{4}"
-    assert one.errors == (False, True)  # a call that can't be read is an error of the action (A4)
-    assert one.tools == ("add", "")
-    assert not any(turn.begins for turn in one.turns)
-    text = tiny_model().text
+        trajectory = play(1, env=make_env(max_tokens=64, tools=("add",))).trajectories[0]
+    assert trajectory.status == Status.FINISHED, trajectory.reason
+    assert trajectory.output == "<tool_call>{4}"
+    assert trajectory.errors == (False, True)  # a call that can't be read is an error of the action (A4)
+    assert trajectory.tools == ("add", "")
+    assert not any(turn.starts_context for turn in trajectory.turns)
+    text = tiny_model().tokenizer
     assert text.decode(engine.requests[0].tokens).startswith("<|im_start|>system\nTools: add")
     assert text.decode(engine.requests[1].tokens).endswith("<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n")
-    assert list(engine.requests[1].tokens[: len(one.turns[0].tokens)]) == one.turns[0].tokens.tolist()
+    assert list(engine.requests[1].tokens[: len(trajectory.turns[0].tokens)]) == trajectory.turns[0].tokens.tolist()
 
 
 async def continuing_ids(task: fg.Task, url: str) -> str:
-    """Sends ids, and goes on from the ids that it was given."""
-    text = tiny_model().text
+    """Sends ids, and continues the ids that it received."""
+    text = tiny_model().tokenizer
     ids = text.encode(task.query)
     async with httpx.AsyncClient() as client:
         for _ in range(2):
@@ -508,22 +505,24 @@ async def continuing_ids(task: fg.Task, url: str) -> str:
     return choice["text"]
 
 
-def test_A7_ids_that_go_on_from_recorded_ids_append(engine):
+def test_A7_ids_that_continue_recorded_ids_append(engine):
     with hosting(continuing_ids, engine) as play:
-        one = play(1).played[0]
-    assert one.status == Status.FINISHED, one.reason
-    assert [turn.begins for turn in one.turns] == [False, False]
-    assert one.turns[1].tokens[~one.turns[1].chosen].tolist() == tiny_model().text.encode(" two")
+        trajectory = play(1).trajectories[0]
+    assert trajectory.status == Status.FINISHED, trajectory.reason
+    assert [turn.starts_context for turn in trajectory.turns] == [False, False]
+    assert trajectory.turns[1].tokens[~trajectory.turns[1].chosen].tolist() == tiny_model().tokenizer.encode(" two")
 
 
-def test_E3_many_agents_at_once_have_the_bits_that_each_has_alone(engine):
+def test_E3_many_concurrent_agents_have_the_bits_of_each_alone(engine):
     with hosting(talkative, engine) as play:
-        many = play(24).played
-        few = play(24, width=2).played
-    for one, other in zip(many, few, strict=True):
-        same_bits(one, other)
+        many = play(24).trajectories
+        few = play(24, concurrency=2).trajectories
+    for trajectory, other in zip(many, few, strict=True):
+        same_bits(trajectory, other)
 
 
 def test_the_contract_of_host_environments_holds(engine):
     with hosting(talkative, engine) as play:
-        fg.check_host_env(make_env(), tasks_of(3), do=play.host.do, vocabulary=tiny_model().text.vocab_size)
+        fg.check_host_env(
+            make_env(), tasks_of(3), call_tool=play.host.call_tool, vocabulary=tiny_model().tokenizer.vocab_size
+        )

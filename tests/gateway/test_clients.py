@@ -1,8 +1,8 @@
-"""Clients that this project did not write, played over the real engine: ids, masks and log-probabilities are those of
-`fg.hosted` on an environment that says the same.
+"""Clients of other projects over the real engine: ids, masks and log-probabilities are those of `fg.hosted` on an
+environment with the same messages.
 
-FLOWGRPO_CLIENTS names a Python that has smolagents and langgraph, where they are not to be beside the package;
-FLOWGRPO_VERIFIERS one that has verifiers, whose pins are others again.
+FLOWGRPO_CLIENTS is a Python that has smolagents and langgraph, if they are not installed beside this package;
+FLOWGRPO_VERIFIERS is one that has verifiers, whose pins conflict with both.
 """
 
 import json
@@ -57,42 +57,46 @@ SAME = [
 
 
 @pytest.mark.parametrize("words", SAME)
-def test_A7_clients_have_the_bits_of_an_environment_that_says_the_same(engine, words):
-    with hosting(words, engine, retries=0, silence=60.0) as play:
+def test_A7_clients_have_the_bits_of_a_hosted_environment(engine, words):
+    with hosting(words, engine, retries=0, silent_timeout=60.0) as play:
         got = play(2)
     rollout = fg.hosted(by_hand(["again 0", "again 1"]), engine.submit)
     expected = rollout(tasks_of(2), keys_of(2), [0, 1])
-    for one, other in zip(got.played, expected.played, strict=True):
-        assert one.status == Status.FINISHED, one.reason
-        assert one.output.strip() == other.output.strip()
-        assert not any(turn.begins for turn in one.turns)
-        same_bits(one, other)
+    for trajectory, other in zip(got.trajectories, expected.trajectories, strict=True):
+        assert trajectory.status == Status.FINISHED, trajectory.reason
+        assert trajectory.output.strip() == other.output.strip()
+        assert not any(turn.starts_context for turn in trajectory.turns)
+        same_bits(trajectory, other)
 
 
 @pytest.mark.parametrize("words", [client("agents_sdk.py chats tools", "agents")])
-def test_an_agent_that_calls_a_tool_goes_on_from_what_was_sampled(words):
+def test_an_agent_that_calls_a_tool_continues_the_sampled_ids(words):
     engine = Scripted('<tool_call>{"name": "add", "arguments": {"x": 2, "y": 3}}</tool_call>', "it is 5")
     with hosting(words, engine, retries=0) as play:
-        one = play(1, env=make_env(max_tokens=64, tools=("add",))).played[0]
-    assert one.status == Status.FINISHED, one.reason
-    assert one.output == "it is 5"
-    assert one.tools == ("add", "")
-    assert not any(turn.begins for turn in one.turns)
-    said = json.loads(one.log[1].result.text)["asks"]["messages"]
+        trajectory = play(1, env=make_env(max_tokens=64, tools=("add",))).trajectories[0]
+    assert trajectory.status == Status.FINISHED, trajectory.reason
+    assert trajectory.output == "it is 5"
+    assert trajectory.tools == ("add", "")
+    assert not any(turn.starts_context for turn in trajectory.turns)
+    said = json.loads(trajectory.log[1].result.text)["asks"]["messages"]
     assert [(message["role"], message["content"]) for message in said] == [("tool", "5")]
 
 
 @pytest.mark.parametrize("words", [client("smol.py", "smolagents")])
-def test_an_agent_that_writes_code_is_recorded_whatever_it_makes_of_it(engine, words):
-    """Its model says noise, which the agent answers with an error, and then asks for a last word."""
+def test_an_agent_that_writes_code_is_recorded(engine, words):
+    """Its model writes noise, which the agent answers with an error, before it requests a last answer."""
     with hosting(words, engine, retries=0) as play:
-        one = play(1, env=make_env(context_tokens=255)).played[0]
-    assert one.status in (Status.FINISHED, Status.TOKEN_LIMIT, Status.ABORTED, Status.TOOL_FAILURE), one.reason
-    assert to_json(from_json(to_json(one))) == to_json(one)
+        trajectory = play(1, env=make_env(context_tokens=255)).trajectories[0]
+    assert trajectory.status in (Status.FINISHED, Status.TOKEN_LIMIT, Status.ABORTED, Status.TOOL_FAILURE), (
+        trajectory.reason
+    )
+    assert to_json(from_json(to_json(trajectory))) == to_json(trajectory)
 
 
 @pytest.mark.parametrize("words", [client("verifiers_env.py", "verifiers", python=VERIFIERS)])
-def test_the_reward_of_an_environment_of_verifiers_is_that_of_its_trajectory(engine, words):
-    with hosting(words, engine, retries=0, silence=60.0) as play:
-        played = play(2).played
-    assert [one.outcome for one in played] == [pytest.approx(1 / (1 + len(one.output.strip("\n")))) for one in played]
+def test_the_reward_of_a_verifiers_environment_is_the_outcome(engine, words):
+    with hosting(words, engine, retries=0, silent_timeout=60.0) as play:
+        trajectories = play(2).trajectories
+    assert [trajectory.outcome for trajectory in trajectories] == [
+        pytest.approx(1 / (1 + len(trajectory.output.strip("\n")))) for trajectory in trajectories
+    ]

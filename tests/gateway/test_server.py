@@ -1,4 +1,4 @@
-"""The server of a gateway: whatever clients send is answered, and sessions of agents elsewhere are recorded."""
+"""The server of a gateway: every request is answered, and sessions of external agents are recorded."""
 
 import asyncio
 import gc
@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import weakref
+from dataclasses import replace
 
 import httpx
 import jax
@@ -16,13 +17,14 @@ import pytest
 from gateway_cases import CONTEXT, MAX_TOKENS, TURNS, make_env, post, tasks_of, tiny_folder, tiny_model
 
 import flowgrpo as fg
-from flowgrpo.data.tokenizer import start
-from flowgrpo.gateway import doors, live_session
+from flowgrpo.data.tokenizer import start_conversation
+from flowgrpo.gateway import auth, live_session
 from flowgrpo.gateway import server as server_module
+from flowgrpo.gateway.auth import AccessPolicy
 from flowgrpo.gateway.server import Gateway
-from flowgrpo.gateway.serving import Served
-from flowgrpo.gateway.wire import Answer
-from flowgrpo.rollout.records import Played
+from flowgrpo.gateway.serving import ModelServer, ServerSettings
+from flowgrpo.gateway.wire import ChatResponse
+from flowgrpo.rollout.records import RecordedTrajectory
 from flowgrpo.types import Fate, Status
 
 ASK = {"messages": [{"role": "user", "content": "what is two"}]}
@@ -31,44 +33,49 @@ ASK = {"messages": [{"role": "user", "content": "what is two"}]}
 @pytest.fixture(scope="module")
 def served(engine):
     model = tiny_model()
-    sizes = {"turns": TURNS, "max_tokens": MAX_TOKENS, "context_tokens": CONTEXT, "sessions": 4}
-    return Served(engine, model.text, model.policy, model.params, **sizes)
+    settings = ServerSettings(turns=TURNS, max_tokens=MAX_TOKENS, context_tokens=CONTEXT, max_sessions=4)
+    return ModelServer(engine, model.tokenizer, model.policy, model.params, settings)
 
 
 @pytest.fixture
 def url(served):
-    how = {"ask": served.ask, "begin": served.begin, "swap": served.swap, "max_bytes": 1 << 16}
-    with Gateway(model="tiny", spell=tiny_model().text.decode, **how) as gateway:
+    how = {
+        "complete": served.complete,
+        "open_session": served.open_session,
+        "update_weights": served.update_weights,
+        "max_bytes": 1 << 16,
+    }
+    with Gateway(model="tiny", decode=tiny_model().tokenizer.decode, **how) as gateway:
         yield gateway.url.removesuffix("/v1")
-    served.engine.swap(tiny_model().params, 0)
+    served.engine.update_weights(tiny_model().params, 0)
     served.params = tiny_model().params
 
 
 @pytest.fixture
 def played(served):
-    found: list[Played] = []
-    served.on_played = found.append
+    found: list[RecordedTrajectory] = []
+    served.on_session_end = found.append
     yield found
-    served.on_played = lambda _played: None
+    served.on_session_end = lambda _trajectory: None
 
 
-# Requests of no session ---------------------------------------------------------------------------------
+# Requests without a session ---------------------------------------------------------------------------------
 
 
-def test_a_chat_is_answered_with_what_the_engine_gives_under_the_seed(url, engine):
+def test_a_chat_completion_is_that_of_the_engine_under_the_seed(url, engine):
     status, body = post(
         f"{url}/v1/chat/completions", ASK | {"seed": 3, "n": 2, "return_token_ids": True, "logprobs": True}
     )
     assert status == 200
-    text = tiny_model().text
-    prompt = list(start(text, ASK["messages"]).tokens)
+    text = tiny_model().tokenizer
+    prompt = list(start_conversation(text, ASK["messages"]).tokens)
     keys = [jax.random.fold_in(jax.random.key(3), i) for i in range(2)]
     requests = [fg.Request(prompt, key, MAX_TOKENS, stop_ids=text.stop_ids) for key in keys]
     for choice, completion in zip(body["choices"], engine.generate(requests), strict=True):
         assert choice["token_ids"] == list(completion.tokens)
         logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
         np.testing.assert_array_equal(np.float32(logprobs), np.float32(completion.logp_sampled))
-        words, whole = text.spoken(completion.tokens)
+        words, whole = text.decode_action(completion.tokens)
         assert choice["message"] == {"role": "assistant", "content": words}
         assert choice["finish_reason"] == ("stop" if whole else "length")
     assert body["prompt_token_ids"] == prompt
@@ -76,13 +83,13 @@ def test_a_chat_is_answered_with_what_the_engine_gives_under_the_seed(url, engin
     assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + sampled
 
 
-def test_temperature_0_is_greedy_and_the_same_each_time(url):
+def test_temperature_0_is_greedy(url):
     said = [post(f"{url}/v1/chat/completions", ASK | {"temperature": 0})[1]["choices"][0]["message"] for _ in range(2)]
     assert said[0] == said[1]
 
 
-def test_a_prompt_is_scored_where_it_is_echoed(url):
-    text, model = tiny_model().text, tiny_model()
+def test_an_echoed_prompt_is_scored(url):
+    text, model = tiny_model().tokenizer, tiny_model()
     ids = text.encode("what is two plus two")
     asks = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 1}
     status, body = post(f"{url}/v1/completions", asks)
@@ -95,7 +102,7 @@ def test_a_prompt_is_scored_where_it_is_echoed(url):
     likeliest = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1:]]
     assert np.all(np.array(likeliest) >= np.array(choice["logprobs"]["token_logprobs"][1:]))
     assert choice["logprobs"]["text_offset"][:2] == [0, len(text.decode(ids[:1]))]
-    # As sampling scores them, without ids that it never draws, they are higher by what those would have.
+    # Normalised without the ids that are never sampled, they are higher by the mass of those.
     sampled = fg.generate.logprobs(model.policy, model.params, np.array([ids]), banned=model.banned).logp[0]
     assert choice["logprobs"]["banned_token_ids"] == list(model.banned)
     mass = np.array(choice["logprobs"]["banned_mass"][1:])
@@ -109,7 +116,7 @@ def events(url: str, body) -> list[str]:
         return [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
 
 
-def test_streams_say_what_whole_answers_say(url):
+def test_streams_have_the_content_of_whole_responses(url):
     asks = ASK | {"seed": 5}
     whole = post(f"{url}/v1/chat/completions", asks)[1]
     *chunks, last = events(f"{url}/v1/chat/completions", asks | {"stream_options": {"include_usage": True}})
@@ -125,7 +132,7 @@ def test_streams_say_what_whole_answers_say(url):
     assert json.loads(first)["choices"] == whole["choices"]
 
 
-def test_responses_say_what_chats_say(url):
+def test_responses_have_the_content_of_chat_completions(url):
     chat = post(f"{url}/v1/chat/completions", ASK | {"seed": 4, "max_tokens": 6})[1]["choices"][0]
     asks = {"input": "what is two", "seed": 4, "max_output_tokens": 6}
     body = post(f"{url}/v1/responses", asks)[1]
@@ -154,7 +161,7 @@ def test_models_and_health(url):
 
 
 def deep_call(depth: int) -> dict:
-    """A message of an assistant whose call has arguments that are nested so deep."""
+    """An assistant message whose call has arguments of this depth."""
     function = {"name": "f", "arguments": '{"a": ' * depth + "1" + "}" * depth}
     return {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
 
@@ -212,8 +219,8 @@ IMAGE = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
     ],
 )
 def test_bad_requests_get_one_sentence(url, path, body, status, message):
-    found, answer = post(f"{url}/v1/{path}", body)
-    assert found == status, answer
+    actual, answer = post(f"{url}/v1/{path}", body)
+    assert actual == status, answer
     assert message in answer["error"]["message"]
     assert "\n" not in answer["error"]["message"]
     assert post(f"{url}/v1/chat/completions", ASK)[0] == 200  # and the next one is answered
@@ -226,18 +233,18 @@ def test_unknown_sessions_and_rewards_without_one_are_refused(url):
     assert post(f"{url}/reward", {"reward": 1})[0] == 400
 
 
-def test_a_token_is_asked_for_and_needed_where_others_can_reach_the_server():
+def test_a_token_is_required_if_other_machines_can_reach_the_server():
     with pytest.raises(fg.BadInput, match=r"host=0\.0\.0\.0 can be reached from other machines: set a token"):
-        Gateway(model="tiny", spell=str, host="0.0.0.0")
-    with Gateway(model="tiny", spell=str, token="secret") as gateway:
+        Gateway(model="tiny", decode=str, access=AccessPolicy("0.0.0.0"))
+    with Gateway(model="tiny", decode=str, access=AccessPolicy(token="secret")) as gateway:
         assert httpx.get(f"{gateway.url}/models").status_code == 401
         assert httpx.get(f"{gateway.url}/models", headers={"authorization": "Bearer secre"}).status_code == 401
         assert httpx.get(f"{gateway.url}/models", headers={"authorization": "Bearer secret"}).status_code == 200
         with pytest.raises(fg.BadInput, match="can't be listened on"):
-            Gateway(model="tiny", spell=str, port=gateway.port)
+            Gateway(model="tiny", decode=str, port=gateway.port)
 
 
-def test_a_request_that_never_comes_to_its_end_is_given_up(url, monkeypatch):
+def test_an_incomplete_request_times_out(url, monkeypatch):
     monkeypatch.setattr(server_module, "READ_SECONDS", 0.2)
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as slow:
@@ -245,15 +252,17 @@ def test_a_request_that_never_comes_to_its_end_is_given_up(url, monkeypatch):
         assert b"408" in slow.recv(1000)
 
 
-def test_a_client_that_never_reads_is_left_and_others_are_answered(monkeypatch):
-    monkeypatch.setattr(doors, "SEND_SECONDS", 0.3)
+def test_a_client_that_never_reads_is_dropped(monkeypatch):
+    monkeypatch.setattr(auth, "SEND_SECONDS", 0.3)
     size = 1 << 17
 
-    async def say_much(_asked):
+    async def long_response(_request):
         tokens = tuple(range(size))
-        return [Answer(content="x" * size, finish_reason="stop", tokens=tokens, prompt=(1,), logprobs=(0.0,) * size)]
+        return [
+            ChatResponse(content="x" * size, finish_reason="stop", tokens=tokens, prompt=(1,), logprobs=(0.0,) * size)
+        ]
 
-    with Gateway(model="tiny", spell=lambda ids: "x" * len(ids), ask=say_much) as gateway:
+    with Gateway(model="tiny", decode=lambda ids: "x" * len(ids), complete=long_response) as gateway:
         body = json.dumps(ASK | {"stream": True, "logprobs": True}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         gateway._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # full at once
@@ -269,7 +278,7 @@ def test_a_client_that_never_reads_is_left_and_others_are_answered(monkeypatch):
         assert b"[DONE]" not in received
 
 
-def test_a_client_that_leaves_frees_its_slot(url, served):
+def test_a_client_that_disconnects_frees_its_slot(url, served):
     lost = served.engine.lost.fates.get(Fate.DROPPED_CANCELLED, 0)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{url}/v1/chat/completions", json=ASK | {"n": 64}, timeout=0.05)
@@ -281,7 +290,7 @@ def test_a_client_that_leaves_frees_its_slot(url, served):
 
 
 def test_A3_a_thousand_mutated_requests_crash_nothing_and_leak_nothing(url, served, played):
-    """A session holds a secret; whatever others send, no answer spells it, and the session goes on."""
+    """A session has a secret, which appears in no response to others; and the session continues."""
     secret = "zxqvzxqv"
     session = post(f"{url}/sessions", {"task": secret})[1]
     messages = [{"role": "user", "content": secret}]
@@ -310,11 +319,11 @@ def test_A3_a_thousand_mutated_requests_crash_nothing_and_leak_nothing(url, serv
     assert {200, 400, 404} <= seen
     assert post(f"{url}/s/{session['session']}/reward", {"reward": 1.0})[1]["status"] == "FINISHED"
     assert [one.task.query for one in played if one.turns] == [secret]
-    for name in list(served.live):
+    for name in list(served.sessions):
         assert httpx.delete(f"{url}/s/{name}").status_code == 200
 
 
-# Sessions of agents elsewhere ---------------------------------------------------------------------------
+# Sessions of external agents ---------------------------------------------------------------------------
 
 
 def talk(base_url: str, query: str, times: int = 3) -> str:
@@ -326,7 +335,7 @@ def talk(base_url: str, query: str, times: int = 3) -> str:
     return messages[-2]["content"]
 
 
-def test_A7_a_session_has_the_bits_of_a_hosted_rollout_under_its_seed(url, engine, played):
+def test_A7_a_session_has_the_bits_of_a_hosted_rollout(url, engine, played):
     from gateway.test_agents import by_hand, same_bits
 
     task = tasks_of(1)[0]
@@ -336,7 +345,7 @@ def test_A7_a_session_has_the_bits_of_a_hosted_rollout_under_its_seed(url, engin
     assert status == 200
     assert (record["status"], record["turns"], record["contexts"], record["outcome"]) == ("FINISHED", 3, 1, 0.5)
     expected = fg.hosted(by_hand(["again 0", "again 1"]), engine.submit)([task], jax.random.key(11)[None], [0])
-    same_bits(played[0], expected.played[0])
+    same_bits(played[0], expected.trajectories[0])
     for address in (f"{session['base_url']}/chat/completions", f"{url}/s/{session['session']}/reward"):
         code, answer = post(address, ASK if "chat" in address else {"reward": 1})
         assert (code, answer["error"]["code"]) == (410, "session_over")
@@ -344,7 +353,7 @@ def test_A7_a_session_has_the_bits_of_a_hosted_rollout_under_its_seed(url, engin
     assert again == (200, record)  # whose answer was lost on its way
 
 
-def test_sessions_by_header_and_what_they_say_of_themselves(url, played):
+def test_sessions_by_header_and_their_description(url, played):
     session = post(f"{url}/sessions", {})[1]
     headers = {"x-session-id": session["session"]}
     assert post(f"{url}/v1/chat/completions", ASK, headers=headers)[0] == 200
@@ -359,7 +368,7 @@ def test_sessions_by_header_and_what_they_say_of_themselves(url, played):
     assert played[0].reason == "the session was ended by its client"
 
 
-def test_the_output_of_a_session_is_judged_where_there_is_a_reward(url, served):
+def test_a_reward_function_scores_the_output_of_a_session(url, served):
     served.reward = fg.rewards.answer()
     try:
         for output, outcome in (("4", 1.0), ("5", 0.0)):
@@ -374,17 +383,14 @@ def test_the_output_of_a_session_is_judged_where_there_is_a_reward(url, served):
         served.reward = None
 
 
-def test_A7_a_session_of_which_nothing_is_heard_is_aborted_and_never_a_reward_of_0(url, served, played):
-    served.silent_seconds = 0.3
-    try:
-        session = post(f"{url}/sessions", {})[1]
-        assert post(f"{session['base_url']}/chat/completions", ASK)[0] == 200
-        for _ in range(300):
-            if played:
-                break
-            time.sleep(0.02)
-    finally:
-        served.silent_seconds = 600.0
+def test_A7_a_silent_session_is_aborted_and_never_a_reward_of_0(url, served, played, monkeypatch):
+    monkeypatch.setattr(served, "settings", replace(served.settings, silent_seconds=0.3))
+    session = post(f"{url}/sessions", {})[1]
+    assert post(f"{session['base_url']}/chat/completions", ASK)[0] == 200
+    for _ in range(300):
+        if played:
+            break
+        time.sleep(0.02)
     assert (played[0].status, played[0].outcome, len(played[0].turns)) == (Status.ABORTED, None, 1)
     why = "asked for nothing and did not end in 0.3 s"
     assert why in played[0].reason
@@ -392,18 +398,18 @@ def test_A7_a_session_of_which_nothing_is_heard_is_aborted_and_never_a_reward_of
     assert (status, why in answer["error"]["message"]) == (410, True)
 
 
-def test_there_are_only_so_many_sessions(url, served):
+def test_the_number_of_sessions_is_limited(url, served):
     names = []
     while (answer := post(f"{url}/sessions", {}))[0] == 200:
         names.append(answer[1]["session"])
     assert answer[0] == 429
-    assert len(served.live) == 4
+    assert len(served.sessions) == 4
     for name in names:
         httpx.delete(f"{url}/s/{name}")
-    assert not served.live
+    assert not served.sessions
 
 
-def test_weights_are_swapped_while_requests_are_answered_and_tokens_say_by_which_they_were_chosen(url, tmp_path):
+def test_weights_are_updated_during_requests_and_tokens_have_versions(url, tmp_path):
     folder = tmp_path / "other"
     model = tiny_model()
     other = jax.tree.map(lambda x: x * 1.01, model.params)
@@ -431,8 +437,8 @@ def test_weights_are_swapped_while_requests_are_answered_and_tokens_say_by_which
     assert tiny_folder().exists()
 
 
-def test_a_gateway_of_sessions_alone_says_so():
-    with Gateway(model="tiny", spell=str) as gateway:
+def test_a_gateway_without_callables_answers_only_sessions():
+    with Gateway(model="tiny", decode=str) as gateway:
         status, body = post(f"{gateway.url}/chat/completions", ASK)
         assert (status, body["error"]["code"]) == (404, "no_session")
         assert post(f"{gateway.url.removesuffix('/v1')}/sessions", {})[0] == 405
@@ -441,19 +447,20 @@ def test_a_gateway_of_sessions_alone_says_so():
 
 @pytest.mark.parametrize("end", ["reward", "delete", "silence", "failure"])
 def test_a_session_that_ended_leaves_no_text(served, end, monkeypatch, caplog):
-    """However it ended; only a few names are remembered."""
-    monkeypatch.setattr(server_module, "REMEMBERED", 2)
-    monkeypatch.setattr(served, "silent_seconds", 0.2 if end == "silence" else 600.0)
+    """However it ended; only a few tombstones are remembered."""
+    monkeypatch.setattr(server_module, "MAX_TOMBSTONES", 2)
+    silent_seconds = 0.2 if end == "silence" else 600.0
+    monkeypatch.setattr(served, "settings", replace(served.settings, silent_seconds=silent_seconds))
     if end == "failure":
-        monkeypatch.setattr(served, "on_played", lambda _played: 1 / 0)
-    begun = []
+        monkeypatch.setattr(served, "on_session_end", lambda _trajectory: 1 / 0)
+    opened = []
 
-    def begin(body):
-        session = served.begin(body)
-        begun.append(weakref.ref(session))
+    def open_session(body):
+        session = served.open_session(body)
+        opened.append(weakref.ref(session))
         return session
 
-    with Gateway(model="tiny", spell=str, begin=begin) as gateway:
+    with Gateway(model="tiny", decode=str, open_session=open_session) as gateway:
         root = gateway.url.removesuffix("/v1")
         for number in range(3):
             session = post(f"{root}/sessions", {})[1]
@@ -474,22 +481,22 @@ def test_a_session_that_ended_leaves_no_text(served, end, monkeypatch, caplog):
         assert httpx.get(f"{root}/health").json()["sessions"] == 0
         assert len(gateway._ended) == 2
         gc.collect()
-        assert [one() for one in begun] == [None] * 3
+        assert [session() for session in opened] == [None] * 3
     assert ("is over" in caplog.text) == (end == "failure")
 
 
-def test_a_long_session_keeps_few_answers_and_no_requests(url, served, monkeypatch):
-    monkeypatch.setattr(live_session, "REMEMBERED", 2)
+def test_a_long_session_remembers_few_responses_and_no_requests(url, served, monkeypatch):
+    monkeypatch.setattr(live_session, "MAX_REMEMBERED", 2)
     session = post(f"{url}/sessions", {})[1]
-    live = served.live[session["session"]]
+    live = served.sessions[session["session"]]
     for number in range(TURNS):
         assert post(f"{session['base_url']}/completions", {"prompt": f"what {number}", "max_tokens": 1})[0] == 200
-    assert len(live._by_identity) == 3
-    assert all(pending.asked is None for pending in live._by_identity.values())
+    assert len(live._by_digest) == 3
+    assert all(pending.request is None for pending in live._by_digest.values())
     assert httpx.delete(f"{url}/s/{session['session']}").status_code == 200
 
 
-def test_no_token_is_sampled_where_none_is_asked_for(url):
+def test_max_tokens_0_samples_nothing(url):
     status, body = post(f"{url}/v1/completions", {"prompt": "what", "max_tokens": 0, "n": 2})
     assert (status, body["usage"]["completion_tokens"], len(body["choices"])) == (200, 0, 2)
     session = post(f"{url}/sessions", {})[1]
@@ -502,17 +509,18 @@ def test_no_token_is_sampled_where_none_is_asked_for(url):
     assert httpx.delete(f"{url}/s/{session['session']}").status_code == 200
 
 
-def test_sizes_that_end_every_session_at_once_are_refused_at_start(engine):
+def test_sizes_without_room_for_a_response_are_refused(engine):
     model = tiny_model()
+    settings = ServerSettings(max_tokens=12, context_tokens=12)
     with pytest.raises(fg.BadInput, match="context_tokens=12 must be greater than max_tokens=12"):
-        Served(engine, model.text, model.policy, model.params, max_tokens=12, context_tokens=12)
+        ModelServer(engine, model.tokenizer, model.policy, model.params, settings)
 
 
-def test_an_error_of_ours_is_one_line_of_the_log(caplog):
-    async def fail(_asked):
+def test_an_internal_error_is_one_line_of_the_log(caplog):
+    async def fail(_request):
         raise ValueError("secret")
 
-    with Gateway(model="tiny", spell=str, ask=fail) as gateway:
+    with Gateway(model="tiny", decode=str, complete=fail) as gateway:
         status, body = post(f"{gateway.url}/chat/completions", ASK)
         assert (status, body["error"]["code"]) == (500, "internal_error")
         assert len(caplog.records) == 1
@@ -525,16 +533,16 @@ def test_an_error_of_ours_is_one_line_of_the_log(caplog):
         assert len(caplog.records) == 1  # who leaves in the middle of a body is none
 
 
-def test_two_clients_in_one_session_are_answered_one_after_the_other(url):
+def test_parallel_requests_of_a_session_are_answered_in_turn(url):
     session = post(f"{url}/sessions", {"seed": 1})[1]
 
     async def both() -> list[int]:
         async with httpx.AsyncClient(timeout=60) as client:
-            asks = [{"messages": [{"role": "user", "content": word}]} for word in ("two", "plus")]
-            posts = [client.post(f"{session['base_url']}/chat/completions", json=one) for one in asks]
+            bodies = [{"messages": [{"role": "user", "content": word}]} for word in ("two", "plus")]
+            posts = [client.post(f"{session['base_url']}/chat/completions", json=body) for body in bodies]
             return [response.status_code for response in await asyncio.gather(*posts)]
 
     assert asyncio.run(both()) == [200, 200]
     record = post(f"{url}/s/{session['session']}/reward", {"reward": 1.0})[1]
     assert (record["turns"], record["contexts"]) == (2, 2)
-    assert make_env().turns == TURNS
+    assert make_env().max_turns == TURNS

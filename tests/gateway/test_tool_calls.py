@@ -1,16 +1,16 @@
-"""Tool calls in what a model wrote, in three forms; what can't be read stays what it is (A4)."""
+"""Tool calls in a model's text, in three formats; malformed ones stay in the content (A4)."""
 
 import json
 
 import pytest
 
-from flowgrpo.gateway.tool_calls import ToolCall, as_openai, form_of, parse_calls
+from flowgrpo.gateway.tool_calls import ToolCall, parse_tool_calls, to_openai, tool_call_format
 
 CALL = {"name": "add", "arguments": {"x": 1}}
 
 
 @pytest.mark.parametrize(
-    ("template", "form"),
+    ("template", "call_format"),
     [
         (None, None),
         ("{{ messages }}", None),
@@ -20,12 +20,12 @@ CALL = {"name": "add", "arguments": {"x": 1}}
         ("{{ tools | tojson }}", "tags"),
     ],
 )
-def test_the_form_is_that_of_the_template(template, form):
-    assert form_of(template) == form
+def test_the_format_is_that_of_the_template(template, call_format):
+    assert tool_call_format(template) == call_format
 
 
 @pytest.mark.parametrize(
-    ("words", "form", "content"),
+    ("words", "call_format", "content"),
     [
         (f"I add.\n<tool_call>\n{json.dumps(CALL)}\n</tool_call>", "tags", "I add."),
         (f"<tool_call>{json.dumps(CALL)}", "tags", ""),
@@ -35,18 +35,18 @@ def test_the_form_is_that_of_the_template(template, form):
         ('<tool_call>{"name": "add", "arguments": "{\\"x\\": 1}"}</tool_call>', "tags", ""),
     ],
 )
-def test_a_call_is_read_and_what_is_said_beside_it_stays(words, form, content):
-    assert parse_calls(words, form) == (content, (ToolCall("add", {"x": 1}),), False)
+def test_a_call_is_parsed_and_other_text_is_content(words, call_format, content):
+    assert parse_tool_calls(words, call_format) == (content, (ToolCall("add", {"x": 1}),), False)
 
 
-def test_several_calls_come_in_their_order():
+def test_several_calls_keep_their_order():
     words = "".join(f"<tool_call>{json.dumps(CALL | {'name': name})}</tool_call>\n" for name in "abc")
-    assert [call.name for call in parse_calls(words, "tags").calls] == list("abc")
-    listed = parse_calls(f"[TOOL_CALLS] [{json.dumps(CALL)}, {json.dumps(CALL)}]", "bracket")
+    assert [call.name for call in parse_tool_calls(words, "tags").calls] == list("abc")
+    listed = parse_tool_calls(f"[TOOL_CALLS] [{json.dumps(CALL)}, {json.dumps(CALL)}]", "bracket")
     assert len(listed.calls) == 2
 
 
-DEEP = '{"name": "f", "arguments": ' + '{"a": ' * 70 + "1" + "}" * 71  # no request could hand it back
+DEEP = '{"name": "f", "arguments": ' + '{"a": ' * 70 + "1" + "}" * 71  # no request could send it back
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,16 @@ DEEP = '{"name": "f", "arguments": ' + '{"a": ' * 70 + "1" + "}" * 71  # no requ
         DEEP,
     ],
 )
-def test_A4_a_call_that_cannot_be_read_is_content_and_broken(inside):
+def test_A4_a_malformed_call_is_content_and_an_error(inside):
     words = f"so <tool_call>{inside}</tool_call>"
-    assert parse_calls(words, "tags") == (words, (), True)
+    assert parse_tool_calls(words, "tags") == (words, (), True)
 
 
-@pytest.mark.parametrize("form", ["tags", "bracket", "object"])
-def test_words_without_a_call_are_content(form):
-    assert parse_calls(" 3 < 4 {so} ", form) == (" 3 < 4 {so} ", (), False)
+@pytest.mark.parametrize("call_format", ["tags", "bracket", "object"])
+def test_words_without_a_call_are_content(call_format):
+    assert parse_tool_calls(" 3 < 4 {so} ", call_format) == (" 3 < 4 {so} ", (), False)
 
 
-def test_a_call_reads_for_clients_as_theirs_do():
-    found = as_openai(ToolCall("add", {"x": "é"}), "call00100")
-    assert found == {"id": "call00100", "type": "function", "function": {"name": "add", "arguments": '{"x": "é"}'}}
+def test_a_call_has_the_form_of_the_openai_api():
+    value = to_openai(ToolCall("add", {"x": "é"}), "call00100")
+    assert value == {"id": "call00100", "type": "function", "function": {"name": "add", "arguments": '{"x": "é"}'}}

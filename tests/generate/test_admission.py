@@ -3,12 +3,13 @@
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import jax
 import numpy as np
 import pytest
-from engine_cases import SETTINGS, bits, next_turn
+from engine_cases import SETTINGS, bits, detokenize, next_turn
 from tiny_models import CONFIG, POLICY, tiny_params
 
 import flowgrpo as fg
@@ -20,13 +21,13 @@ from flowgrpo.generate.kv_slots import Slot, TokenSpan
 from flowgrpo.generate.requests import Job
 
 SLOTS, TURNS = 4, 4
-SMALL = {**SETTINGS, "slots": SLOTS}
+SMALL = replace(SETTINGS, slots=SLOTS)
 
 
 @pytest.fixture(scope="module")
 def shared():
     """An engine with the tokens that it was made to compute again."""
-    with Engine(POLICY, tiny_params(0), **SMALL) as engine:
+    with Engine(POLICY, tiny_params(0), SMALL, detokenize=detokenize) as engine:
         forced, force = [], engine.programs.force
 
         def counted(*arguments):
@@ -47,8 +48,8 @@ def openings(count: int) -> list[fg.Request]:
     """Two system prompts, each shared by every other conversation."""
     rng = np.random.default_rng(3)
     heads = [rng.integers(1, CONFIG.v, 20).tolist() for _ in range(2)]
-    own = [rng.integers(1, CONFIG.v, 5).tolist() for _ in range(count)]
-    return [fg.Request(heads[i % 2] + own[i], jax.random.key(i), 9) for i in range(count)]
+    tails = [rng.integers(1, CONFIG.v, 5).tolist() for _ in range(count)]
+    return [fg.Request(heads[i % 2] + tails[i], jax.random.key(i), 9) for i in range(count)]
 
 
 def talk(engine, opening: fg.Request, *, hint: bool = True) -> list:
@@ -69,7 +70,7 @@ def all_at_once(engine, requests, play=talk) -> list:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("held")
-def test_thrice_as_many_conversations_as_slots_lose_no_cache(shared):
+def test_three_conversations_a_slot_lose_no_cache(shared):
     engine, forced = shared
     whole = [talk(engine, opening) for opening in openings(3 * SLOTS)]
     forced.clear()
@@ -95,7 +96,7 @@ def test_two_groups_over_one_engine_share_its_slots(shared):
 
 
 @pytest.mark.slow
-def test_turns_that_come_in_rounds_find_the_caches_that_are_left(shared):
+def test_turns_in_rounds_find_the_remaining_caches(shared):
     """A loop of one's own, which says nothing of conversations: those that are held go first, whatever their order."""
     engine, forced = shared
     requests, again = openings(2 * SLOTS), []
@@ -103,7 +104,7 @@ def test_turns_that_come_in_rounds_find_the_caches_that_are_left(shared):
         forced.clear()
         done = engine.generate(requests)
         again.append(sum(map(bool, forced)))
-        requests = [next_turn(request, one, turn) for request, one in zip(requests, done, strict=True)]
+        requests = [next_turn(request, completion, turn) for request, completion in zip(requests, done, strict=True)]
     assert max(again) <= SLOTS * TURNS  # of the conversations that were evicted: each turn of each a piece
     assert sum(again) < 2 * SLOTS * sum(range(TURNS))
 
@@ -124,12 +125,12 @@ def test_a_sub_agent_leaves_the_main_context_alone(shared):
 
 
 @pytest.mark.slow
-def test_clients_that_pause_keep_nobody_waiting_for_ever(shared, monkeypatch, caplog):
+def test_paused_clients_keep_no_request_waiting_for_ever(shared, monkeypatch, caplog):
     """All slots are held by conversations that never go on; others get through, and what is lost is said once."""
     engine = shared[0]
-    monkeypatch.setattr(admission, "LONGEST_HOLD", 0.2)
+    monkeypatch.setattr(admission, "MAX_HOLD_SECONDS", 0.2)
     monkeypatch.setattr("flowgrpo.generate.engine.LOST_TOKENS", 8)
-    monkeypatch.setattr("flowgrpo.generate.engine.LOST_SHARE", 0.0)
+    monkeypatch.setattr("flowgrpo.generate.engine.LOST_FRACTION", 0.0)
     idle = [request._replace(conversation=Conversation()) for request in openings(SLOTS)]
     done = engine.generate(idle)
     began = time.monotonic()
@@ -138,8 +139,8 @@ def test_clients_that_pause_keep_nobody_waiting_for_ever(shared, monkeypatch, ca
     before, again = engine.recomputed, []
     for _ in range(2):  # who comes back all the same is answered as ever
         later = [
-            next_turn(request, one, 1)._replace(conversation=request.conversation)
-            for request, one in zip(idle, done, strict=True)
+            next_turn(request, completion, 1)._replace(conversation=request.conversation)
+            for request, completion in zip(idle, done, strict=True)
         ]
         again.append(bits(engine.generate(later)))
     assert again[0] == again[1]
@@ -153,18 +154,18 @@ def test_clients_that_pause_keep_nobody_waiting_for_ever(shared, monkeypatch, ca
 def job_of(conversation: Conversation | None = None, sampled_from: int | None = None) -> Job:
     request = fg.Request([1, 2, 3, 4], None, 1, conversation=conversation)
     job = Job(request, None, (), [1, 2, 3, 4], [False] * 4)
-    job.pieces = [TokenSpan(0, 2, False)] if sampled_from is None else [TokenSpan(sampled_from, 3, True)]
+    job.spans = [TokenSpan(0, 2, False)] if sampled_from is None else [TokenSpan(sampled_from, 3, True)]
     return job
 
 
 def rules_of(count: int) -> tuple[Admission, list[Slot]]:
-    slots = [Slot(pieces=[TokenSpan(0, 10 * (i + 1), True)], used_at=i) for i in range(count)]
+    slots = [Slot(spans=[TokenSpan(0, 10 * (i + 1), True)], used_at=i) for i in range(count)]
     rules = Admission(slots)
     rules.step_seconds = 0.01
     return rules, slots
 
 
-def test_a_slot_is_held_for_what_its_cache_costs_and_no_longer():
+def test_a_slot_is_held_for_the_cost_of_its_cache():
     rules, slots = rules_of(4)
     conversation = Conversation()
     rules.hold(slots[0], job_of(conversation), 100.0)
@@ -178,18 +179,18 @@ def test_a_slot_is_held_for_what_its_cache_costs_and_no_longer():
     rules.hold(slots[3], job_of(Conversation()), 100.0)
     rules.step_seconds = 60.0
     rules.hold(slots[3], job_of(Conversation()), 100.0)
-    assert slots[3].held_until == 100 + admission.LONGEST_HOLD
+    assert slots[3].held_until == 100 + admission.MAX_HOLD_SECONDS
 
 
-def test_those_who_wait_get_the_cheapest_slot_for_a_tithe_of_their_time():
+def test_waiting_requests_may_evict_the_cheapest_slot():
     rules, slots = rules_of(3)
     rules.step_seconds = 0.1
     for slot in slots:
         rules.hold(slot, job_of(Conversation()), 100.0)
     rules.accrue(True, 100.0)
-    rules.accrue(True, 100 + 0.9 / admission.TITHE)
+    rules.accrue(True, 100 + 0.9 / admission.EVICTION_FRACTION)
     assert rules.place(job_of(), [0, 1, 2], [0] * 3, 102.0) is None  # 0.9 of the second that slot 0 costs
-    rules.accrue(True, 100 + 1.1 / admission.TITHE)
+    rules.accrue(True, 100 + 1.1 / admission.EVICTION_FRACTION)
     assert rules.place(job_of(), [0, 1, 2], [0] * 3, 102.0) == 0
     assert rules.place(job_of(), [1, 2], [0] * 3, 102.0) is None
     rules.accrue(False, 1000.0)

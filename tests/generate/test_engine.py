@@ -1,16 +1,17 @@
 """The engine: what a request gets depends on its key alone, and nothing is lost whatever happens around it."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from engine_cases import SETTINGS, bits, count_live, fill, make_requests, next_turn, text_of, whole
+from engine_cases import SETTINGS, as_tuple, bits, count_live, detokenize, fill, make_requests, next_turn
 from tiny_models import BANNED, CONFIG, POLICY, tiny_params
 
 import flowgrpo as fg
 from flowgrpo.generate.engine import Engine
-from flowgrpo.generate.sampler import logprobs, margin
+from flowgrpo.generate.sampler import draw_margin, logprobs
 from flowgrpo.models.decoder import make_policy
 
 pytestmark = pytest.mark.slow
@@ -18,14 +19,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(POLICY, tiny_params(), **SETTINGS) as engine:
+    with Engine(POLICY, tiny_params(), SETTINGS, detokenize=detokenize) as engine:
         yield engine
 
 
 # E3 ---------------------------------------------------------------------------------------------------
 
 
-def test_E3_alone_together_in_any_order_and_from_many_threads_the_bits_are_the_same(engine):
+def test_E3_bits_depend_on_neither_batch_order_nor_threads(engine):
     requests = make_requests(40)
     together = engine.generate(requests)
     order = np.random.default_rng(0).permutation(40)
@@ -41,12 +42,12 @@ def test_E3_alone_together_in_any_order_and_from_many_threads_the_bits_are_the_s
     assert {completion.finish_reason for completion in together} == {"stop", "length"}
 
 
-def test_E3_a_found_prefix_an_evicted_and_a_released_one_give_the_same_bits(engine):
+def test_E3_cached_evicted_and_released_prefixes_give_equal_bits(engine):
     """Three turns: right after each other, with other work in every slot between them, with a release in between.
     The first turn ends with a stop string: nothing of what was decoded past it is in the cache."""
     requests = make_requests(3, seed=22, max_tokens=39, stop=("é", "ab", "€"), stop_ids=())
-    found, evicted, released = [], [], []
-    for results, between in ((found, lambda: None), (evicted, lambda: fill(engine)), (released, engine.release)):
+    cached, evicted, released = [], [], []
+    for results, between in ((cached, lambda: None), (evicted, lambda: fill(engine)), (released, engine.release)):
         fill(engine)
         for i, first in enumerate(requests):
             request = first
@@ -55,9 +56,9 @@ def test_E3_a_found_prefix_an_evicted_and_a_released_one_give_the_same_bits(engi
                 results.append(completion)
                 between()
                 request = next_turn(request, completion, 10 * i + turn)
-    assert bits(found) == bits(evicted) == bits(released)
-    assert [completion.finish_reason for completion in found[::3]] == ["stop"] * 3
-    assert [completion.reused > 0 for completion in found] == [False, True, True] * 3
+    assert bits(cached) == bits(evicted) == bits(released)
+    assert [completion.finish_reason for completion in cached[::3]] == ["stop"] * 3
+    assert [completion.reused > 0 for completion in cached] == [False, True, True] * 3
     assert not any(completion.reused for completion in evicted + released)
 
 
@@ -69,13 +70,13 @@ def test_members_of_a_group_share_the_prefill(engine):
     together = engine.generate(group)
     assert [completion.reused for completion in together] == [0] + [39] * 7
     fill(engine)
-    assert whole(engine.generate([group[3]])[0]) == whole(together[3])
+    assert as_tuple(engine.generate([group[3]])[0]) == as_tuple(together[3])
 
 
 def test_E3_between_widths_only_near_ties_differ(engine):
     """Log-probabilities within 1e-5, and tokens equal up to the first near-tie."""
     requests = make_requests(16, seed=4)
-    with Engine(POLICY, tiny_params(), **{**SETTINGS, "slots": 1}) as narrow:
+    with Engine(POLICY, tiny_params(), replace(SETTINGS, slots=1), detokenize=detokenize) as narrow:
         pairs = zip(engine.generate(requests), narrow.generate(requests), strict=True)
     for request, (one, two) in zip(requests, pairs, strict=True):
         same = min(len(one.tokens), len(two.tokens))
@@ -83,13 +84,13 @@ def test_E3_between_widths_only_near_ties_differ(engine):
         np.testing.assert_allclose(one.logp_sampled[:parted], two.logp_sampled[:parted], atol=1e-5)
         if parted < same:
             tokens = np.array([*request.tokens, *one.tokens[: parted + 1]])
-            assert margin(POLICY, tiny_params(), tokens, request.key, parted, banned=BANNED) < 1e-4
+            assert draw_margin(POLICY, tiny_params(), tokens, request.key, parted, banned=BANNED) < 1e-4
 
 
-def test_E3_few_requests_decode_in_fewer_rows_to_the_same_bits(engine):
+def test_E3_a_smaller_decode_batch_gives_equal_bits(engine):
     """Ask kernels that round every row alike, which tests do; then the width is nothing that bits depend on."""
     requests, rows = make_requests(12, seed=8), []
-    with Engine(POLICY, tiny_params(), narrowest=2, **SETTINGS) as narrow:
+    with Engine(POLICY, tiny_params(), replace(SETTINGS, min_decode_batch=2), detokenize=detokenize) as narrow:
         decode = narrow.programs.decode
 
         def recorded(params, all_rows, index, going, *rest):
@@ -105,18 +106,20 @@ def test_E3_few_requests_decode_in_fewer_rows_to_the_same_bits(engine):
     assert bits(together) == bits(alone) == bits(engine.generate(requests))
 
 
-def test_E3_and_F7_hold_where_each_layer_has_a_cache_of_its_own(engine):
+def test_E3_and_F7_hold_with_one_cache_a_layer(engine):
     """Draw equal bits in any company; and to rounding those that scoring and stacked layers give."""
     requests = make_requests(12, seed=6, temperature=0.7)
     policy = make_policy(CONFIG, unroll=True)
-    with Engine(policy, tiny_params(), **SETTINGS) as unrolled:
+    with Engine(policy, tiny_params(), SETTINGS, detokenize=detokenize) as unrolled:
         together = unrolled.generate(requests)
-        assert [whole(one) for one in together] == [whole(unrolled.generate([one])[0]) for one in requests]
-        assert [whole(one) for one in reversed(together)] == [whole(one) for one in unrolled.generate(requests[::-1])]
+        assert [as_tuple(completion) for completion in together] == [
+            as_tuple(unrolled.generate([request])[0]) for request in requests
+        ]
+        assert bits(reversed(together)) == bits(unrolled.generate(requests[::-1]))
     check_scores(policy, requests, together, atol=2e-5)  # layers one by one round otherwise: 1.2e-5 with AVX-512
-    for one, other in zip(together, engine.generate(requests), strict=True):
-        assert list(one.tokens) == list(other.tokens)
-        np.testing.assert_allclose(one.logp_sampled, other.logp_sampled, atol=1e-5)
+    for completion, other in zip(together, engine.generate(requests), strict=True):
+        assert list(completion.tokens) == list(other.tokens)
+        np.testing.assert_allclose(completion.logp_sampled, other.logp_sampled, atol=1e-5)
 
 
 def test_F7_scoring_gives_what_the_engine_sampled(engine):
@@ -151,30 +154,30 @@ def test_a_deadline_ends_a_request_and_keeps_its_tokens(engine):
 def test_a_stop_string_ends_where_its_last_token_is():
     """Up to that token the bits are those without the string; what was decoded past it is accounted for (A5, A6)."""
     requests = make_requests(40, seed=21, max_tokens=39)
-    with Engine(POLICY, tiny_params(), **SETTINGS) as engine:
+    with Engine(POLICY, tiny_params(), SETTINGS, detokenize=detokenize) as engine:
         free = engine.generate(requests)
         stops, ends = [], []
         for completion in free:  # a stop string out of the middle, and the token that completes it
-            text, size = text_of(completion.tokens), len(completion.tokens)
+            text, size = detokenize(completion.tokens), len(completion.tokens)
             stops.append(max(text[len(text) // 3 :][:9].split("\ufffd"), key=len) or "nowhere")
-            ends.append(next((n for n in range(1, size + 1) if stops[-1] in text_of(completion.tokens[:n])), size))
+            ends.append(next((n for n in range(1, size + 1) if stops[-1] in detokenize(completion.tokens[:n])), size))
         counts = count_live(engine)
         asked = [request._replace(stop=(stop, "@@")) for request, stop in zip(requests, stops, strict=True)]
         stopped = engine.generate(asked)
         lost = engine.lost.check()
     for completion, one, stop, end in zip(free, stopped, stops, ends, strict=True):
-        assert whole(one)[:3] == tuple(column[:end] for column in whole(completion)[:3])
-        assert (one.finish_reason == "stop") == (stop in text_of(one.tokens) or one.tokens[-1] == 7)
+        assert as_tuple(one)[:3] == tuple(column[:end] for column in as_tuple(completion)[:3])
+        assert (one.finish_reason == "stop") == (stop in detokenize(one.tokens) or one.tokens[-1] == 7)
     assert lost.fates == {fg.Fate.DROPPED_AFTER_STOP: sum(counts) - sum(ends)}
     assert lost.generated > 0
     assert any("é" in stop for stop in stops)
 
 
-def test_a_reader_that_fails_ends_its_own_request_only():
+def test_a_failing_detokenizer_ends_its_own_request_only():
     def read(ids):
         raise KeyError(ids[0])
 
-    with Engine(POLICY, tiny_params(), **{**SETTINGS, "text_of": read}) as engine:
+    with Engine(POLICY, tiny_params(), SETTINGS, detokenize=read) as engine:
         plain, reading = (engine.submit(fg.Request([1, 2], jax.random.key(0), 20, stop=stop)) for stop in ((), ("a",)))
         with pytest.raises(KeyError):
             reading.result(timeout=600)

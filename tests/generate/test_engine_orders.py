@@ -3,11 +3,12 @@
 import concurrent.futures
 import queue
 import threading
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from engine_cases import SETTINGS, at_stretch, bits, count_live, whole
+from engine_cases import SETTINGS, as_tuple, bits, count_live, detokenize, on_stretch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import CONFIG, POLICY, tiny_params
@@ -17,9 +18,9 @@ from flowgrpo.generate.engine import Engine
 
 pytestmark = pytest.mark.slow
 
-SMALL = {**SETTINGS, "slots": 3, "slot_length": 32, "chunk": 8, "steps": 4}
+SMALL = replace(SETTINGS, slots=3, slot_length=32, chunk=8, steps=4)
 PARAMS = [tiny_params(0), tiny_params(1)]
-ACTIONS = ["submit", "submit", "submit", "late", "cancel", "swap", "wait"]
+ACTIONS = ["submit", "submit", "submit", "late", "cancel", "update_weights", "wait"]
 LONG = 600.0  # seconds that nothing here may take
 
 
@@ -47,14 +48,14 @@ def alone():
     """Complete each request by itself, with either weights -> bits by version and number of the request."""
     results = []
     for version, params in enumerate(PARAMS):
-        with Engine(POLICY, params, **SMALL, version=version) as engine:
+        with Engine(POLICY, params, SMALL, version=version, detokenize=detokenize) as engine:
             results.append(bits(engine.generate([request])[0] for request in REQUESTS))
     return results
 
 
 @pytest.fixture(scope="module")
 def shared():
-    with Engine(POLICY, PARAMS[0], **SMALL) as engine:
+    with Engine(POLICY, PARAMS[0], SMALL, detokenize=detokenize) as engine:
         yield engine, count_live(engine)
 
 
@@ -68,8 +69,8 @@ def act(engine, steps) -> list:
             asked.append((number, True, engine.submit(REQUESTS[number]._replace(deadline=0.001 * (number % 4)))))
         elif action == "cancel" and asked:
             asked[number % len(asked)][2].cancel()
-        elif action == "swap":
-            engine.swap(PARAMS[number % 2], number % 2)
+        elif action == "update_weights":
+            engine.update_weights(PARAMS[number % 2], number % 2)
         elif action == "wait":
             concurrent.futures.wait([future for *_, future in asked], timeout=0.0003 * number)
     return asked
@@ -87,8 +88,8 @@ def check(asked, alone, closed: bool) -> int:
         delivered += size
         if len(set(got.version)) == 1:
             expected = alone[got.version[0]][number]
-            assert whole(got)[:3] == tuple(column[:size] for column in expected[:3])
-            assert got.finish_reason not in ended or whole(got) == expected
+            assert as_tuple(got)[:3] == tuple(column[:size] for column in expected[:3])
+            assert got.finish_reason not in ended or as_tuple(got) == expected
     return delivered
 
 
@@ -97,12 +98,12 @@ STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, len(REQUESTS
 
 @settings(max_examples=150)
 @given(STEPS, st.integers(0, 7))
-def test_random_orders_lose_nothing_and_hang_nowhere(shared, alone, steps, ending):
+def test_random_interleavings_lose_nothing_and_never_hang(shared, alone, steps, ending):
     """One engine through most of them; every eighth is closed while its requests are under way."""
     closed = ending == 0
     engine, counts = shared
     if closed:
-        engine = Engine(POLICY, PARAMS[0], **SMALL)
+        engine = Engine(POLICY, PARAMS[0], SMALL, detokenize=detokenize)
         counts = count_live(engine)
     before, lost = sum(counts), engine.lost
     asked = act(engine, steps)
@@ -118,12 +119,12 @@ def test_random_orders_lose_nothing_and_hang_nowhere(shared, alone, steps, endin
     assert sum(counts) - before == delivered + engine.lost.generated - lost.generated
 
 
-def test_a_thread_that_fails_answers_every_future(monkeypatch):
+def test_a_failed_engine_resolves_every_future(monkeypatch):
     """Weights that can't be used come while requests are decoding, queued, or not yet submitted."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    engine = Engine(POLICY, PARAMS[0], **SMALL)
+    engine = Engine(POLICY, PARAMS[0], SMALL, detokenize=detokenize)
     futures = [engine.submit(request._replace(max_tokens=16)) for request in REQUESTS]
-    engine.swap({}, 1)
+    engine.update_weights({}, 1)
     futures += [engine.submit(request) for request in REQUESTS]
     failed = [future.exception(timeout=LONG) for future in futures]
     assert isinstance(failed[-1], KeyError)
@@ -131,35 +132,35 @@ def test_a_thread_that_fails_answers_every_future(monkeypatch):
     with pytest.raises(KeyError):
         engine.generate(REQUESTS[:1])
     with pytest.raises(fg.BadInput, match="the engine is closed"):
-        engine.swap(PARAMS[0], 2)
+        engine.update_weights(PARAMS[0], 2)
     engine.close()
     assert engine.lost.check().generated >= 0
 
 
 def test_a_callback_may_submit_and_close_but_not_release():
-    engine, said = Engine(POLICY, PARAMS[0], **SMALL), queue.Queue()
+    engine, errors = Engine(POLICY, PARAMS[0], SMALL, detokenize=detokenize), queue.Queue()
 
     def call(_):
         try:
             engine.release()
         except fg.BadInput as error:
-            said.put(str(error))
+            errors.put(str(error))
         second = engine.submit(REQUESTS[2])
-        second.add_done_callback(lambda future: (engine.close(), said.put(future)))
+        second.add_done_callback(lambda future: (engine.close(), errors.put(future)))
 
     hold = threading.Event()  # so that the callback is there before the answer, and the engine's thread calls it
-    at_stretch(engine, lambda *_: hold.wait(LONG))
+    on_stretch(engine, lambda *_: hold.wait(LONG))
     engine.submit(REQUESTS[1]).add_done_callback(call)
     hold.set()
-    assert "would wait for itself" in said.get(timeout=LONG)
-    assert len(said.get(timeout=LONG).result().tokens) > 0
+    assert "would wait for itself" in errors.get(timeout=LONG)
+    assert len(errors.get(timeout=LONG).result().tokens) > 0
     engine.close()
     assert engine.release() == 0
     with pytest.raises(fg.BadInput, match="the engine is closed"):
         engine.submit(REQUESTS[0])
 
 
-def test_none_is_run_if_one_is_bad(shared):
+def test_no_request_runs_if_one_is_invalid(shared):
     engine, counts = shared
     before = sum(counts)
     with pytest.raises(fg.BadInput, match="needs at least one token"):

@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from flowgrpo.generate.openai_client import first_token, remote
+from flowgrpo.generate.openai_client import first_token_logprobs, remote
 from flowgrpo.generate.openai_wire import RemoteFailure, TextCompletion, TextRequest, TokenLogprob, retry_after
 from flowgrpo.types import BadInput
 
@@ -162,9 +162,7 @@ drip_head = raw(b"HTTP/1.1 200 OK\r\nX-Long: ", b"x")
 
 
 @pytest.mark.parametrize(("path", "target"), [("", "/v1"), ("/v1/", "/v1"), ("/a/v2", "/a/v2")])
-def test_a_chat_and_a_prompt_say_what_they_ask_for_and_nothing_of_the_environment(
-    serve, client, monkeypatch, path, target
-):
+def test_chat_and_prompt_requests_on_the_wire(serve, client, monkeypatch, path, target):
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "https_proxy", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     server = serve(echo)
@@ -200,7 +198,7 @@ def test_requests_share_the_connections_and_keep_their_order(serve, client):
     assert server.connections == 8
 
 
-def test_a_connection_is_kept_and_replaced_when_the_server_left_it(serve, client):
+def test_a_connection_is_reused_and_replaced_when_closed(serve, client):
     server = serve(echo)
     judge = client(server, concurrency=1, retries=0)
     judge.generate([ask(str(i)) for i in range(5)])
@@ -225,11 +223,11 @@ def test_chunks_and_bodies_without_a_length_are_read(serve, client):
 # Log-probabilities ------------------------------------------------------------------------------------
 
 
-def test_first_token_logprobs_asks_for_one_token_and_adds_what_prints_the_same(serve, client):
+def test_first_token_logprobs_add_tokens_that_print_the_same(serve, client):
     top = [{"token": token, "logprob": math.log(p)} for token, p in (("Yes", 0.5), ("No", 0.25), ("Yes", 0.125))]
     server = serve(always(chat("Yes", "length", logprobs={"content": [{**top[0], "top_logprobs": top}]})))
-    found = client(server).first_token_logprobs([{"role": "user", "content": "Right?"}], 3)
-    assert {token: math.exp(logp) for token, logp in found.items()} == pytest.approx({"Yes": 0.625, "No": 0.25})
+    logprobs = client(server).first_token_logprobs([{"role": "user", "content": "Right?"}], 3)
+    assert {token: math.exp(logp) for token, logp in logprobs.items()} == pytest.approx({"Yes": 0.625, "No": 0.25})
     asked = server.seen[0][2]
     assert (asked["logprobs"], asked["top_logprobs"], asked["max_tokens"], asked["temperature"]) == (True, 3, 1, 1.0)
 
@@ -240,7 +238,7 @@ def test_a_prompt_reports_logprobs_too(serve, client):
     answer = one(client(server), TextRequest(prompt="x", top_logprobs=2))
     assert answer.logprobs == (TokenLogprob("a", -1.0, {"a": -1.0}), TokenLogprob("b", -2.5, {"c": -0.5, "b": -2.5}))
     assert server.seen[0][2]["logprobs"] == 2
-    assert first_token(answer) == {"a": -1.0}
+    assert first_token_logprobs(answer) == {"a": -1.0}
 
 
 @pytest.mark.parametrize(
@@ -248,13 +246,13 @@ def test_a_prompt_reports_logprobs_too(serve, client):
     [None, {}, {"content": None}, {"content": [{"token": "Yes", "logprob": -1}]}]
     + [{"content": [{"token": "Yes", "logprob": bad, "top_logprobs": []}]} for bad in (None, "x", True, math.nan)],
 )
-def test_logprobs_that_were_asked_for_and_are_not_there_are_an_error(serve, client, logprobs):
+def test_missing_logprobs_are_an_error(serve, client, logprobs):
     answer = one(client(serve(always(chat("Yes", logprobs=logprobs)))), ask("Right?", top_logprobs=2))
     assert (answer.text, answer.finish_reason) == ("", "error")
     assert "logprob" in answer.error
 
 
-def test_a_judge_without_a_first_token_or_within_no_time_raises(serve, client):
+def test_first_token_logprobs_raise_on_failure(serve, client):
     judge = client(serve(first_then(always(chat("", logprobs={"content": []})), stall)))
     with pytest.raises(RemoteFailure, match="no first token"):
         judge.first_token_logprobs([], 2)
@@ -288,10 +286,10 @@ def huge(head):
         (always(chat(None)), 1, "content of the answer is null, where a str is needed"),
         (always({"choices": [{"message": {"content": "a"}}]}), 1, "no choices.0.finish_reason"),
         (always(chat("", "content_filter")), 1, "content_filter"),
-        *[(always({"error": said}), 1, "no such model") for said in ("no such model", {"message": "no such model"})],
+        *[(always({"error": error}), 1, "no such model") for error in ("no such model", {"message": "no such model"})],
     ],
 )
-def test_a_failure_is_one_sentence_after_as_many_attempts_as_may_help(serve, client, script, attempts, words):
+def test_a_failure_is_one_sentence_after_all_useful_attempts(serve, client, script, attempts, words):
     server = serve(script)
     judge = client(server, retries=2, max_bytes=200_000, concurrency=1)
     answer = one(judge)
@@ -305,7 +303,7 @@ def test_a_failure_is_one_sentence_after_as_many_attempts_as_may_help(serve, cli
 
 
 @pytest.mark.parametrize("trouble", [CUT] + [always(b"", 429, Retry_After=odd) for odd in ("soon", "-5", "Wed, 99 F")])
-def test_what_passes_is_tried_again_at_once_if_no_wait_is_asked_for(serve, client, trouble):
+def test_transient_failures_are_retried(serve, client, trouble):
     server = serve(first_then(trouble, echo))
     assert (one(client(server)), len(server.seen)) == (TextCompletion("hello", "stop"), 2)
 
@@ -317,7 +315,7 @@ def test_retry_after_is_honoured(serve, client):
     assert 9000 < retry_after(formatdate(time.time() + 10_000, usegmt=True)) <= 10_000
 
 
-def test_a_wait_that_the_deadline_forbids_is_not_begun(serve, client):
+def test_a_wait_beyond_the_deadline_is_not_started(serve, client):
     answer = one(client(serve(always(b"busy", 429, Retry_After="600"))), ask("hello", deadline=MANY))
     assert answer.finish_reason == "error"
     assert "HTTP 429" in answer.error
@@ -370,7 +368,7 @@ def test_the_timeout_bounds_each_attempt(serve, client, script):
 # The key ----------------------------------------------------------------------------------------------
 
 
-def test_the_key_is_sent_and_said_nowhere(serve, client, caplog, capfd):
+def test_the_key_is_sent_and_never_shown(serve, client, caplog, capfd):
     caplog.set_level(0)
 
     def refuse(handler, _body, _turn):
@@ -383,14 +381,14 @@ def test_the_key_is_sent_and_said_nowhere(serve, client, caplog, capfd):
     assert "bad key Bearer ***" in answer.error
     with pytest.raises(RemoteFailure) as failure:
         judge.first_token_logprobs([], 1)
-    said = [repr(judge), repr(answer), repr(failure.value), caplog.text]
-    assert not [text for text in [*said, *capfd.readouterr()] if KEY in text]
+    shown = [repr(judge), repr(answer), repr(failure.value), caplog.text]
+    assert not [text for text in [*shown, *capfd.readouterr()] if KEY in text]
 
 
 # Cancelling and closing -------------------------------------------------------------------------------
 
 
-def test_cancel_before_the_start_and_under_way(serve, client):
+def test_cancel_in_the_queue_and_in_flight(serve, client):
     server = serve(first_then(stall, echo))
     judge = client(server, concurrency=1)
     running, waiting, last = (judge.submit(ask(text)) for text in ("running", "waiting", "last"))
@@ -404,7 +402,7 @@ def test_cancel_before_the_start_and_under_way(serve, client):
 
 
 @pytest.mark.parametrize("script", [stall, drip, always(b"", 503, Retry_After="600")])
-def test_close_with_requests_in_flight_answers_them_and_ends_its_threads(serve, client, script):
+def test_close_resolves_requests_in_flight_and_ends_its_threads(serve, client, script):
     """S4: nothing hangs and nothing is silently dropped."""
     server, before = serve(script), set(threading.enumerate())
     judge = client(server, concurrency=3, timeout=1000.0)
@@ -421,7 +419,7 @@ def test_close_with_requests_in_flight_answers_them_and_ends_its_threads(serve, 
     judge.close()  # again is no matter
 
 
-def test_close_may_be_called_where_an_answer_arrives(serve, client):
+def test_close_may_be_called_in_a_callback(serve, client):
     judge, closed = client(serve(echo)), threading.Event()
     judge.submit(ask("hello")).add_done_callback(lambda _: (judge.close(), closed.set()))
     assert closed.wait(MANY)
@@ -451,7 +449,7 @@ def test_https_with_a_private_authority_answers_and_holds_deadlines(serve, clien
     assert one(judge, ask("hello", deadline=0.3)).finish_reason == "timeout"
 
 
-def test_a_stranger_over_https_is_refused_once(serve, client, authority):
+def test_an_untrusted_certificate_is_refused_once(serve, client, authority):
     answer = one(client(serve(echo, authority)))
     assert answer.finish_reason == "error"
     assert "SSLCertVerificationError" in answer.error
@@ -459,7 +457,7 @@ def test_a_stranger_over_https_is_refused_once(serve, client, authority):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_greeting_that_never_comes_is_cut(client):
+def test_a_hanging_tls_handshake_times_out(client):
     """The HTTP library leaves the socket of a cancelled greeting to the garbage collector."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         judge = client(f"https://127.0.0.1:{silent.getsockname()[1]}")
@@ -472,7 +470,7 @@ def test_a_greeting_that_never_comes_is_cut(client):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "message"),
     [
         *[({"url": url}, "must begin with http:// or https://") for url in ("127.0.0.1:8000", "ftp://127.0.0.1")],
         *[({"url": url}, "must name a host") for url in ("http://", "http:///v1", "http://127.0.0.1:0")],
@@ -486,16 +484,16 @@ def test_a_greeting_that_never_comes_is_cut(client):
         ({"model": ""}, "model=''"),
     ],
 )
-def test_a_server_that_can_not_be_used_is_refused_without_repeating_its_key(given, said):
-    with pytest.raises(BadInput, match=said) as error:
-        remote(**{"url": "http://127.0.0.1:9", "model": "judge", **given})
+def test_invalid_settings_are_refused_without_showing_the_key(settings, message):
+    with pytest.raises(BadInput, match=message) as error:
+        remote(**{"url": "http://127.0.0.1:9", "model": "judge", **settings})
     assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("request_", "said"),
+    ("request_", "message"),
     [
-        *[(given, "give one of them") for given in (TextRequest(), TextRequest([], "both"), TextRequest("hello"))],
+        *[(bad, "give one of them") for bad in (TextRequest(), TextRequest([], "both"), TextRequest("hello"))],
         ("hello", "takes a TextRequest, not str"),
         *[(ask("", **bad), "out of range") for bad in ({"max_tokens": 0}, {"top_p": 0}, {"temperature": -1})],
         (ask("", temperature=math.nan), "must be numbers"),
@@ -504,11 +502,11 @@ def test_a_server_that_can_not_be_used_is_refused_without_repeating_its_key(give
         (ask({1, 2}), "can't be written as JSON"),
     ],
 )
-def test_a_request_that_is_wrong_in_itself_raises_before_any_is_sent(serve, client, request_, said):
+def test_an_invalid_request_raises_before_any_is_sent(serve, client, request_, message):
     server = serve(echo)
     judge = client(server)
-    with pytest.raises(BadInput, match=f"request 1: .*{said}"):
+    with pytest.raises(BadInput, match=f"request 1: .*{message}"):
         judge.generate([ask("hello"), request_])
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         judge.submit(request_)
     assert not server.seen

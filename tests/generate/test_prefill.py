@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from engine_cases import SETTINGS, bits, fill, next_turn
+from engine_cases import SETTINGS, bits, detokenize, fill, next_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import CONFIG, POLICY, tiny_params
@@ -13,8 +13,8 @@ from tiny_models import CONFIG, POLICY, tiny_params
 import flowgrpo as fg
 from flowgrpo.generate.cache_copy import copy_rows
 from flowgrpo.generate.engine import Engine
-from flowgrpo.generate.kv_slots import cut
-from flowgrpo.generate.prefill import Round, batches
+from flowgrpo.generate.kv_slots import split_spans
+from flowgrpo.generate.prefill import FillPlan, make_batches
 from flowgrpo.generate.requests import Job
 
 SLOTS, CHUNK = 8, 16
@@ -23,7 +23,7 @@ SLOTS, CHUNK = 8, 16
 def job_of(tokens, chosen=None) -> Job:
     chosen = [False] * len(tokens) if chosen is None else chosen
     request = fg.Request(tokens, jax.random.key(0), 1)
-    return Job(request, None, (), list(tokens), list(chosen), pieces=cut(chosen, chunk=CHUNK))
+    return Job(request, None, (), list(tokens), list(chosen), spans=split_spans(chosen, chunk=CHUNK))
 
 
 @st.composite
@@ -44,34 +44,34 @@ def tries(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(tries(), st.integers(0, 99))
-def test_E3_a_round_fills_every_slot_and_computes_nothing_twice(contexts, seed):
+def test_E3_a_plan_fills_every_slot_and_computes_nothing_twice(contexts, seed):
     """The plan is carried out on lists of tokens, in slots that held some of the contexts in another order before."""
     rng = np.random.default_rng(seed)
     before = [contexts[i][0] if i < len(contexts) else [] for i in rng.permutation(SLOTS)]
-    caches, planned, filling = [list(x) for x in before], [list(x) for x in before], Round()
+    caches, planned, filling = [list(x) for x in before], [list(x) for x in before], FillPlan()
     slots = rng.permutation(SLOTS)[: len(contexts)]
     for slot, (tokens, chosen) in zip(slots, contexts, strict=True):
         job = job_of(tokens, chosen)
         # Whole pieces that a slot holds or will hold, whatever pieces it was made of.
-        ends = [0, *(piece.end for piece in job.pieces)]
-        held_r = [max(end for end in ends if cache[:end] == tokens[:end]) for cache in planned]
-        filling.add(slot, job, held_r, CHUNK)
+        ends = [0, *(span.end for span in job.spans)]
+        cached_r = [max(end for end in ends if cache[:end] == tokens[:end]) for cache in planned]
+        filling.add(slot, job, cached_r, CHUNK)
         planned[slot] = tokens[:-1]
     computed: list[tuple] = []
-    for copies, pieces in filling.waves():
+    for copies, spans in filling.waves():
         for copy in copies:
-            caches[copy.slot] = caches[copy.source][: copy.held]
-        prefills = [(one, piece) for one, piece in pieces if not piece.stepwise]
-        for batch in batches(prefills, chunk=CHUNK, slots=SLOTS):
+            caches[copy.slot] = caches[copy.source][: copy.copied]
+        prefills = [pair for pair in spans if not pair[1].stepwise]
+        for batch in make_batches(prefills, chunk=CHUNK, slots=SLOTS):
             for slot, start, tokens_c, size in zip(*batch, strict=True):
                 if slot < SLOTS:
                     assert len(caches[slot]) == start
                     caches[slot] += tokens_c[:size].tolist()
                     computed.append(tuple(caches[slot]))
-        for one, piece in pieces:
-            if piece.stepwise:
-                assert len(caches[one.slot]) == piece.start
-                caches[one.slot] += one.job.tokens[piece.start : piece.end]
+        for forced, span in spans:
+            if span.stepwise:
+                assert len(caches[forced.slot]) == span.start
+                caches[forced.slot] += forced.job.tokens[span.start : span.end]
     assert [caches[slot] for slot in slots] == [tokens[:-1] for tokens, _ in contexts]
     prefilled_once = [context for context in contexts if not any(context[1])]
     if len(prefilled_once) == len(contexts):
@@ -91,18 +91,18 @@ def test_copies_in_order_leave_other_rows_alone(stacked):
     for source, target in zip(source_n[:4], target_n[:4], strict=True):
         rows[target] = rows[source]
     assert copied.next.tolist()[:4] == [3, 130, 129, 7]
-    for row, held in enumerate([3, 130, 129, 7, 384]):
-        seen = np.asarray(copied.segments[row])
-        np.testing.assert_array_equal(seen[:held], cache.segments[rows[row]][:held])
-        assert row == 4 or not seen[held:].any()
+    for row, length in enumerate([3, 130, 129, 7, 384]):
+        segments = np.asarray(copied.segments[row])
+        np.testing.assert_array_equal(segments[:length], cache.segments[rows[row]][:length])
+        assert row == 4 or not segments[length:].any()
     # Blocks of a layer that are arrays of their own are put together.
     whole = [
         [np.concatenate(layer, axis=2) if isinstance(layer, tuple) else layer for layer in x.values]
         for x in (cache, copied)
     ]
     for now, was in zip(whole[1], whole[0], strict=True):
-        for row, held in enumerate([3, 130, 129, 7, 384]):
-            np.testing.assert_array_equal(now[row, :, :held], was[rows[row], :, :held])
+        for row, length in enumerate([3, 130, 129, 7, 384]):
+            np.testing.assert_array_equal(now[row, :, :length], was[rows[row], :, :length])
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -131,20 +131,20 @@ def family(count: int, seed: int) -> list[fg.Request]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unroll", [1, True])
-def test_E3_requests_that_enter_together_get_the_bits_of_one_by_one(unroll):
+def test_E3_requests_admitted_together_have_the_bits_of_one_alone(unroll):
     """In any order, from empty slots, after a release in between and after new weights and back; and turns after."""
     from flowgrpo.models.decoder import make_policy
 
     policy = POLICY if unroll == 1 else make_policy(CONFIG, unroll=True)
     requests = family(SLOTS, 1)
-    with Engine(policy, tiny_params(), **{**SETTINGS, "slots": SLOTS}) as engine:
+    with Engine(policy, tiny_params(), replace(SETTINGS, slots=SLOTS), detokenize=detokenize) as engine:
         alone = []
         for request in requests:
             fill(engine)
             alone += engine.generate([request])
         for seed in range(3):
             order = np.random.default_rng(seed).permutation(SLOTS)
-            [lambda: fill(engine), engine.release, lambda: engine.swap(tiny_params(), 0)][seed]()
+            [lambda: fill(engine), engine.release, lambda: engine.update_weights(tiny_params(), 0)][seed]()
             before = engine.prefilled
             together = engine.generate([requests[i] for i in order])
             assert bits(together) == bits([alone[i] for i in order])
@@ -153,6 +153,6 @@ def test_E3_requests_that_enter_together_get_the_bits_of_one_by_one(unroll):
             # 32 tokens that all share, in whole pieces; those of a group and what is a request's own are the rest.
             assert computed == laid - sum(completion.reused for completion in together) < laid / 2
         turns = [next_turn(*pair, i) for i, pair in enumerate(zip(requests, alone, strict=True))]
-        found = engine.generate(turns)
+        cached = engine.generate(turns)
         engine.release()
-        assert bits(engine.generate(turns)) == bits(found)
+        assert bits(engine.generate(turns)) == bits(cached)

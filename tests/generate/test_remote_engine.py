@@ -1,4 +1,4 @@
-"""An engine elsewhere: what a server samples is what is recorded, and what it does wrong costs one trajectory."""
+"""A remote engine: what a server samples is recorded, and a failure costs one trajectory."""
 
 import json
 import threading
@@ -15,8 +15,8 @@ from gateway_cases import CONTEXT, MAX_TOKENS, TURNS, keys_of, make_engine, task
 import flowgrpo as fg
 from flowgrpo.contracts import RequestFailed
 from flowgrpo.gateway.server import Gateway
-from flowgrpo.gateway.serving import Served
-from flowgrpo.generate.remote_engine import UPDATES, RemoteEngine, to_gateway
+from flowgrpo.gateway.serving import ModelServer, ServerSettings
+from flowgrpo.generate.remote_engine import WEIGHT_SENDERS, RemoteEngine, to_gateway
 from flowgrpo.types import Status
 
 
@@ -29,52 +29,64 @@ def server():
     """A gateway over the same weights."""
     model = tiny_model()
     with make_engine() as engine:
-        served = Served(engine, model.text, model.policy, model.params, max_tokens=MAX_TOKENS, context_tokens=CONTEXT)
-        with Gateway(model="tiny", spell=model.text.decode, ask=served.ask, swap=served.swap) as gateway:
+        served = ModelServer(
+            engine,
+            model.tokenizer,
+            model.policy,
+            model.params,
+            ServerSettings(max_tokens=MAX_TOKENS, context_tokens=CONTEXT),
+        )
+        with Gateway(
+            model="tiny", decode=model.tokenizer.decode, complete=served.complete, update_weights=served.update_weights
+        ) as gateway:
             yield gateway
 
 
 @pytest.fixture
-def elsewhere(server, tmp_path):
-    hand_over = to_gateway(server.url, save, tmp_path)
-    with RemoteEngine(fg.remote(server.url, "tiny", concurrency=8), hand_over=hand_over, seconds=30) as engine:
+def remote_engine(server, tmp_path):
+    send_weights = to_gateway(server.url, save, tmp_path)
+    with RemoteEngine(fg.remote(server.url, "tiny", concurrency=8), send_weights=send_weights, timeout=30) as engine:
         yield engine
 
 
 def play(engine, count: int = 4, **more):
     rollout = fg.hosted(by_hand(["again 0", "again 1"]), engine.submit, **more)
-    return rollout(tasks_of(count), keys_of(count), list(range(count))).played
+    return rollout(tasks_of(count), keys_of(count), list(range(count))).trajectories
 
 
-def test_trajectories_have_the_ids_that_the_server_sampled_and_their_log_probabilities(elsewhere):
-    played, model = play(elsewhere), tiny_model()
-    assert [len(one.turns) for one in played] == [3] * 4
-    for one in played:
-        tokens = np.concatenate([turn.tokens for turn in one.turns])
-        chosen = np.concatenate([turn.chosen for turn in one.turns])
-        sampled = np.concatenate([turn.logp_sampled for turn in one.turns])
+def test_trajectories_have_the_ids_and_log_probabilities_of_the_server(remote_engine):
+    trajectories, model = play(remote_engine), tiny_model()
+    assert [len(trajectory.turns) for trajectory in trajectories] == [3] * 4
+    for trajectory in trajectories:
+        tokens = np.concatenate([turn.tokens for turn in trajectory.turns])
+        chosen = np.concatenate([turn.chosen for turn in trajectory.turns])
+        sampled = np.concatenate([turn.logp_sampled for turn in trajectory.turns])
         scores = fg.generate.logprobs(model.policy, model.params, tokens[None], banned=model.banned).logp[0]
         np.testing.assert_allclose(np.asarray(scores)[chosen], sampled[chosen], atol=1e-5)
-    again = play(elsewhere)
-    assert [one.output for one in again] == [one.output for one in played]  # by the seeds of their keys
+    again = play(remote_engine)
+    assert [trajectory.output for trajectory in again] == [
+        trajectory.output for trajectory in trajectories
+    ]  # by the seeds of their keys
 
 
-def test_weights_are_handed_over_by_version_and_tokens_say_which_they_began_under(elsewhere, tmp_path):
+def test_weights_are_sent_by_version_and_tokens_carry_it(remote_engine, tmp_path):
     other = jax.tree.map(lambda x: x * 1.5, tiny_model().params)
-    elsewhere.swap(other, 4)
-    one = play(elsewhere, 1)[0]
-    assert {int(version) for turn in one.turns for version in np.atleast_1d(turn.version)} == {4}
-    scores = fg.generate.logprobs(tiny_model().policy, other, one.turns[0].tokens[None], banned=tiny_model().banned)
-    turn = one.turns[0]
+    remote_engine.update_weights(other, 4)
+    trajectory = play(remote_engine, 1)[0]
+    assert {int(version) for turn in trajectory.turns for version in np.atleast_1d(turn.version)} == {4}
+    scores = fg.generate.logprobs(
+        tiny_model().policy, other, trajectory.turns[0].tokens[None], banned=tiny_model().banned
+    )
+    turn = trajectory.turns[0]
     np.testing.assert_allclose(np.asarray(scores.logp[0])[turn.chosen], turn.logp_sampled[turn.chosen], atol=1e-5)
-    elsewhere.swap(tiny_model().params, 5)
+    remote_engine.update_weights(tiny_model().params, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["version-5"]
-    assert elsewhere.release() == 0
+    assert remote_engine.release() == 0
 
 
-def test_what_an_engine_elsewhere_cannot_do_is_refused(elsewhere):
+def test_budgets_are_refused_by_a_remote_engine(remote_engine):
     with pytest.raises(fg.BadInput, match="can't cut actions"):
-        elsewhere.submit(fg.Request([1], jax.random.key(0), 3, budget=2))
+        remote_engine.submit(fg.Request([1], jax.random.key(0), 3, budget=2))
 
 
 GOOD = {"token_ids": [5, 2], "logprobs": {"token_logprobs": [-1.0, -0.5]}, "text": "x", "finish_reason": "stop"}
@@ -127,13 +139,13 @@ def misbehaving():
         (GOOD | {"finish_reason": "abort"}, "ended for the reason 'abort'"),
     ],
 )
-def test_F5_an_answer_that_cannot_be_right_costs_its_trajectory_and_no_other(misbehaving, choice, why):
+def test_F5_an_impossible_response_costs_one_trajectory(misbehaving, choice, why):
     handler, url = misbehaving
     handler.choice = choice
-    with RemoteEngine(fg.remote(url, "m", retries=0), hand_over=lambda *_: None, banned=(0,)) as engine:
-        one = play(engine, 1)[0]
-        assert (one.status, one.outcome) == (Status.TOOL_FAILURE, None)
-        assert why in one.reason
+    with RemoteEngine(fg.remote(url, "m", retries=0), send_weights=lambda *_: None, banned=(0,)) as engine:
+        trajectory = play(engine, 1)[0]
+        assert (trajectory.status, trajectory.outcome) == (Status.TOOL_FAILURE, None)
+        assert why in trajectory.reason
         handler.choice = GOOD
         assert play(engine, 1)[0].status == Status.FINISHED
 
@@ -141,7 +153,7 @@ def test_F5_an_answer_that_cannot_be_right_costs_its_trajectory_and_no_other(mis
 def test_S3_a_server_that_fails_or_hangs_is_named(misbehaving):
     handler, url = misbehaving
     handler.status = 500
-    with RemoteEngine(fg.remote(url, "m", retries=0), hand_over=lambda *_: None, seconds=0.5) as engine:
+    with RemoteEngine(fg.remote(url, "m", retries=0), send_weights=lambda *_: None, timeout=0.5) as engine:
         assert "HTTP 500 Internal Server Error: out of memory" in play(engine, 1)[0].reason
         handler.status, handler.delay = 200, 2.0
         assert "no answer within the deadline of 0.5 s" in play(engine, 1)[0].reason
@@ -150,21 +162,21 @@ def test_S3_a_server_that_fails_or_hangs_is_named(misbehaving):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "gateway"])
-def test_how_servers_are_told_of_weights(misbehaving, tmp_path, kind):
+def test_weight_senders_of_servers(misbehaving, tmp_path, kind):
     handler, url = misbehaving
-    hand_over = UPDATES[kind](url, save, tmp_path / "served")
-    hand_over(tiny_model().params, 3)
-    told = {
+    send_weights = WEIGHT_SENDERS[kind](url, save, tmp_path / "served")
+    send_weights(tiny_model().params, 3)
+    requests = {
         "vllm": [("/collective_rpc", {"method": "reload_weights"}), ("/reset_prefix_cache", {})],
         "sglang": [("/update_weights_from_disk", {"model_path": str(tmp_path / "served")})],
         "gateway": [("/weights", {"folder": str(tmp_path / "served" / "version-3"), "version": 3})],
     }
-    assert handler.asked == told[kind]
-    found = tmp_path / "served" / ("version-3" if kind == "gateway" else "")
-    assert fg.load_model(found).config == tiny_model().config
+    assert handler.asked == requests[kind]
+    folder = tmp_path / "served" / ("version-3" if kind == "gateway" else "")
+    assert fg.load_model(folder).config == tiny_model().config
     handler.status = 500
     with pytest.raises(fg.BadInput, match="did not take the weights: HTTP 500, out of memory; see that"):
-        hand_over(tiny_model().params, 4)
+        send_weights(tiny_model().params, 4)
 
 
 def test_a_run_is_sampled_by_a_server(server, tmp_path):
@@ -179,12 +191,12 @@ def test_a_run_is_sampled_by_a_server(server, tmp_path):
     result = fg.train_agent(
         talkative,
         tasks,
-        lambda _task, output: fg.Scored(float(len(output) % 2)),
+        lambda _task, output: fg.RewardResult(float(len(output) % 2)),
         model=tiny_folder(),
         folder=tmp_path / "run",
         dtype="float32",
         remat=False,
-        sampled_by=f"{server.url}#tiny",
+        sampling_server=f"{server.url}#tiny",
         correction=2.0,
         **sizes,
     )
@@ -194,9 +206,9 @@ def test_a_run_is_sampled_by_a_server(server, tmp_path):
     assert httpx.get(f"{server.url.removesuffix('/v1')}/health").json()["status"] == "ok"
 
 
-@pytest.mark.parametrize("more", [{"sampled_by": "here"}, {"sampled_by": "http://x#m", "lora_rank": 4}])
-def test_a_server_that_samples_is_named_with_its_model_and_takes_whole_weights(more):
+@pytest.mark.parametrize("more", [{"sampling_server": "here"}, {"sampling_server": "http://x#m", "lora_rank": 4}])
+def test_sampled_by_needs_a_model_and_whole_weights(more):
     from flowgrpo.recipes.own_agent import preset
 
-    with pytest.raises(fg.BadInput, match="--sampled_by"):
+    with pytest.raises(fg.BadInput, match="--sampling_server"):
         preset("a/model", tasks="x.jsonl", **more)

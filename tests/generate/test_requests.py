@@ -4,9 +4,9 @@ import jax
 import pytest
 
 import flowgrpo as fg
-from flowgrpo.generate.requests import make_job
+from flowgrpo.generate.requests import EngineSettings, make_job
 
-BEGUN = fg.Completion([4, 5], [-0.5, -0.25], [0, 0], "budget")
+PARTIAL = fg.Completion([4, 5], [-0.5, -0.25], [0, 0], "budget")
 
 
 @pytest.mark.parametrize(
@@ -19,28 +19,29 @@ BEGUN = fg.Completion([4, 5], [-0.5, -0.25], [0, 0], "budget")
         ({"temperature": 0.0}, "temperature is 0.0, but must be greater than 0"),
         ({"stop_ids": tuple(range(9))}, "9 stop ids, but at most 8"),
         ({"stop": ("a", "")}, "must hold strings of at least one character"),
-        ({"stop": ("a",)}, "needs an engine that can read ids: make it with text_of"),
+        ({"stop": ("a",)}, "detokenize"),
         ({"top_k": 5}, "cut the support, which training never"),
         ({"top_p": 0.9}, "cut the support, which training never"),
         ({"budget": 0}, "budget=0, but a request samples at least one token"),
-        ({"begun": BEGUN._replace(finish_reason="stop")}, "has ended as 'stop'"),
-        ({"begun": BEGUN._replace(finish_reason="length")}, "has ended as 'length'"),
-        ({"begun": fg.Completion([], [], [], "budget")}, "has 0 tokens, but must have at least one"),
-        ({"begun": BEGUN, "max_tokens": 2}, "has 2 tokens, but must have at least one and less than max_tokens=2"),
-        ({"begun": BEGUN._replace(logp_sampled=[-0.5])}, "2 tokens, 1 log-probabilities and 2 versions"),
+        ({"partial": PARTIAL._replace(finish_reason="stop")}, "has ended as 'stop'"),
+        ({"partial": PARTIAL._replace(finish_reason="length")}, "has ended as 'length'"),
+        ({"partial": fg.Completion([], [], [], "budget")}, "has 0 tokens, but must have at least one"),
+        ({"partial": PARTIAL, "max_tokens": 2}, "has 2 tokens, but must have at least one and less than max_tokens=2"),
+        ({"partial": PARTIAL._replace(logp_sampled=[-0.5])}, "2 tokens, 1 log-probabilities and 2 versions"),
     ],
 )
-def test_a_request_that_can_not_be_run_gets_one_sentence(fields, words):
-    settings = {"slot_length": 128, "kept": 0, "reads": False}
+def test_a_request_that_can_not_be_served_raises_one_sentence(fields, words):
+    settings = EngineSettings(slot_length=128)
     request = fg.Request([1, 2, 3], jax.random.key(0), 5)
-    assert make_job(request._replace(begun=BEGUN), 0.0, **settings).room == 3
+    assert make_job(request._replace(partial=PARTIAL), 0.0, settings, has_detokenizer=False).tokens_left == 3
     with pytest.raises(fg.BadInput, match=words):
-        make_job(request._replace(**fields), 0.0, **settings)
+        make_job(request._replace(**fields), 0.0, settings, has_detokenizer=False)
 
 
 def test_F7_training_has_full_support():
     """Requests of a rollout cut nothing, and an engine that draws from a part of the vocabulary refuses them."""
     request = fg.Request([1, 2, 3], jax.random.key(0), 5)
-    with pytest.raises(fg.BadInput, match="at most kept=8 tokens, but the request wants full support"):
-        make_job(request, 0.0, slot_length=128, kept=8, reads=False)
-    assert make_job(request._replace(top_k=8), 0.0, slot_length=128, kept=8, reads=False).room == 5
+    settings = EngineSettings(slot_length=128, max_recorded_top_k=8)
+    with pytest.raises(fg.BadInput, match="max_recorded_top_k=8"):
+        make_job(request, 0.0, settings, has_detokenizer=False)
+    assert make_job(request._replace(top_k=8), 0.0, settings, has_detokenizer=False).tokens_left == 5

@@ -11,13 +11,13 @@ from flowgrpo.contracts import Policy
 from flowgrpo.generate import sampler
 from flowgrpo.generate.sampler import (
     decode,
+    draw_margin,
     draw_token,
     feed,
-    kept_set,
     logprobs,
-    margin,
+    make_sampling,
     prefill,
-    sampling,
+    recorded_support,
     start_rows,
 )
 
@@ -92,50 +92,50 @@ def test_a_draw_inverts_the_cumulated_distribution_in_a_fixed_order(size, banned
     logits_v = RANDOM.normal(0, 2, size).astype("f")
     uniform_r = np.append((np.arange(500) + 0.5) / 500, 1.0).astype("f")
     drawing = jax.jit(partial(draw_token, banned=banned, width=0))
-    drawn = drawing(np.tile(logits_v, (501, 1)), uniform_r, sampling(501, temperature=WARM), np.ones(501, bool))
+    drawn = drawing(np.tile(logits_v, (501, 1)), uniform_r, make_sampling(501, temperature=WARM), np.ones(501, bool))
     expected = [naive_draw(cooled(logits_v, banned), u, min(512, size)) for u in uniform_r[:-1]]
-    for found, column in zip((drawn.token, drawn.logp_sampled), zip(*expected, strict=True), strict=False):
-        np.testing.assert_allclose(found[:-1], column, atol=2e-5)
+    for actual, column in zip((drawn.token, drawn.logp_sampled), zip(*expected, strict=True), strict=False):
+        np.testing.assert_allclose(actual[:-1], column, atol=2e-5)
     assert int(drawn.token[-1]) == (512 if size > 512 else 0)
-    assert drawn.kept is None
+    assert drawn.support is None
 
 
-def test_kept_sets_by_hand():
+def test_recorded_supports_by_hand():
     """Top-k 3; top-p .6 keeps two; min-p .5 keeps two; the first always stays, alone where it has all of top-p."""
     cooled_rv = jnp.log(jnp.array([[0.15, 0.5, 0.1, 0.25]] * 4 + [[1e-12, 1.0, 1e-12, 1e-12]])) + 2.0
-    settings = sampling(5)._replace(
+    settings = make_sampling(5)._replace(
         top_k=jnp.array([3, 4, 4, 4, 4]),
         top_p=jnp.array([1.0, 0.6, 1.0, 0.0, 1.0]),
         min_p=jnp.array([0.0, 0.0, 0.5, 0.0, 0.0]),
     )
     expected = [[1, 3, 0, -1], [1, 3, -1, -1], [1, 3, -1, -1], [1, -1, -1, -1], [1, -1, -1, -1]]
-    np.testing.assert_array_equal(kept_set(cooled_rv, settings, 4), expected)
+    np.testing.assert_array_equal(recorded_support(cooled_rv, settings, 4), expected)
     drawn = draw_token(cooled_rv, jnp.array([0.99] * 5), settings, jnp.ones(5, bool), banned=(), width=4)
     np.testing.assert_array_equal(drawn.token, [0, 3, 3, 1, 1])
     np.testing.assert_allclose(jnp.exp(drawn.logp_sampled), [0.15 / 0.9, 1 / 3, 1 / 3, 1.0, 1.0], rtol=1e-5)
-    assert [float(x[0]) for x in sampling(1)] == [1.0, 64, 1.0, 0.0]  # what cuts nothing
+    assert [float(x[0]) for x in make_sampling(1)] == [1.0, 64, 1.0, 0.0]  # what cuts nothing
 
 
-def test_what_can_not_be_sampled_is_in_no_kept_set_however_the_shares_add_up():
+def test_banned_tokens_are_in_no_recorded_support():
     cooled_rv = np.random.default_rng(0).normal(size=(100, 7)).astype(np.float32)
     cooled_rv[:, 3] = -np.inf
-    found_rk = np.sort(kept_set(jnp.array(cooled_rv), sampling(100), 7), axis=1)
+    found_rk = np.sort(recorded_support(jnp.array(cooled_rv), make_sampling(100), 7), axis=1)
     np.testing.assert_array_equal(found_rk, [[-1, 0, 1, 2, 4, 5, 6]] * 100)
 
 
 # Many tokens ------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames=("width", "narrowest"))
-def run(budget_r, stop_ids, settings, *, width=0, narrowest=None, **leave):
+@partial(jax.jit, static_argnames=("width", "min_decode_batch"))
+def run(budget_r, stop_ids, settings, *, width=0, min_decode_batch=None, **leave):
     """Prefill all but the last token of the prompts, then decode."""
     cache = prefill(TOY, PARAMS, jnp.zeros((ROWS, D)), PROMPT_RS[:, :-1], jnp.ones((ROWS, PROMPT - 1), bool))
     rows = start_rows(cache, PROMPT_RS[:, -1], KEY_R, budget_r)
-    sizes = {"steps": STEPS, "width": width, "narrowest": narrowest}
+    sizes = {"steps": STEPS, "width": width, "min_decode_batch": min_decode_batch}
     return decode(TOY, PARAMS, rows, settings, stop_ids, banned=BANNED, **sizes, **leave)
 
 
-FREE = sampling(ROWS, temperature=WARM)
+FREE = make_sampling(ROWS, temperature=WARM)
 
 
 @pytest.fixture(scope="module")
@@ -144,15 +144,15 @@ def draws():
     return [naive_row(row, STEPS) for row in range(ROWS)]
 
 
-def test_E3_the_margin_of_a_draw_is_its_distance_to_another_token(draws):
+def test_E3_draw_margin_is_the_distance_to_another_token(draws):
     for row, count in ((0, 0), (1, 4), (3, STEPS - 1)):
         tokens = np.array([*PROMPT_RS[row], *(one[0] for one in draws[row][: count + 1])])
-        found = margin(TOY, PARAMS, tokens, KEY_R[row], count, temperature=WARM, banned=BANNED)
-        np.testing.assert_allclose(found, draws[row][count][2], atol=2e-5)
+        actual = draw_margin(TOY, PARAMS, tokens, KEY_R[row], count, temperature=WARM, banned=BANNED)
+        np.testing.assert_allclose(actual, draws[row][count][2], atol=2e-5)
 
 
-@pytest.mark.parametrize("how", [{}, {"leave": True}, {"narrowest": 1}])
-def test_rows_draw_by_their_own_keys_and_end_by_stop_token_and_budget(draws, how):
+@pytest.mark.parametrize("how", [{}, {"leave": True}, {"min_decode_batch": 1}])
+def test_rows_draw_by_their_keys_and_end_independently(draws, how):
     """With `leave` all stop with the third row, whose budget is spent first; narrowed, two go on, and then one."""
     leave = "leave" in how
     stop_ids = NO_STOP.at[1, 1].set(draws[1][6][0])
@@ -161,8 +161,8 @@ def test_rows_draw_by_their_own_keys_and_end_by_stop_token_and_budget(draws, how
     live_r = [0, 3, 3, 3] if leave else [0, 7, 3, STEPS]
     for row, size in enumerate(live_r):
         assert sampled.live[:, row].tolist() == [True] * size + [False] * (STEPS - size)
-        for found, column in zip((sampled.token, sampled.logp_sampled), zip(*draws[row], strict=True), strict=False):
-            np.testing.assert_allclose(found[:size, row], column[:size], atol=2e-4)
+        for actual, column in zip((sampled.token, sampled.logp_sampled), zip(*draws[row], strict=True), strict=False):
+            np.testing.assert_allclose(actual[:size, row], column[:size], atol=2e-4)
         expected = [*PROMPT_RS[row], *[one[0] for one in draws[row][:size]]]
         assert int(rows.token[row]) == expected[-1]
         np.testing.assert_allclose(rows.cache[row], naive_states(expected[:-1])[-1], atol=1e-5)
@@ -171,7 +171,7 @@ def test_rows_draw_by_their_own_keys_and_end_by_stop_token_and_budget(draws, how
     assert rows.active.tolist() == [False, leave, False, True]
 
 
-def test_feeding_given_tokens_draws_what_decoding_from_them_would(draws):
+def test_feeding_tokens_draws_what_decoding_would(draws):
     """Two at once, the last of them padding in one row; a row that has ended stays as it is."""
     cache = prefill(TOY, PARAMS, jnp.zeros((ROWS, D)), PROMPT_RS[:, :3], jnp.ones((ROWS, 3), bool))
     cache = cache.at[2].set(naive_states(PROMPT_RS[2, :4])[-1])
@@ -192,14 +192,16 @@ def test_feeding_given_tokens_draws_what_decoding_from_them_would(draws):
 @pytest.mark.parametrize("width", [0, 20])
 def test_F7_scoring_gives_what_was_sampled(width):
     """Full support, and top-k 20 with top-p 0.9 over the recorded sets: the same numbers within rounding."""
-    settings = sampling(ROWS, temperature=WARM, top_k=20, top_p=0.9)
+    settings = make_sampling(ROWS, temperature=WARM, top_k=20, top_p=0.9)
     _, sampled = run(jnp.full(ROWS, STEPS, jnp.int32), NO_STOP, settings, width=width)
     tokens_rs = jnp.concatenate([PROMPT_RS, sampled.token.T], axis=1)
-    kept = None
+    support = None
     if width:
         given = jnp.full((ROWS, PROMPT, width), -1, jnp.int32)
-        kept = jnp.concatenate([given, jnp.swapaxes(sampled.kept, 0, 1)], axis=1)
-    scores = jax.jit(partial(logprobs, TOY, temperature=WARM, banned=BANNED, chunk=64))(PARAMS, tokens_rs, kept=kept)
+        support = jnp.concatenate([given, jnp.swapaxes(sampled.support, 0, 1)], axis=1)
+    scores = jax.jit(partial(logprobs, TOY, temperature=WARM, banned=BANNED, chunk=64))(
+        PARAMS, tokens_rs, support=support
+    )
     assert sampled.live.all()
     np.testing.assert_allclose(scores.logp[:, PROMPT:], sampled.logp_sampled.T, atol=2e-5)
     assert not width or 0.1 < float(scores.entropy[:, PROMPT:].mean()) < np.log(width)
@@ -220,7 +222,7 @@ def chunked(params, tokens, segments, chunk):
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
-def test_scores_of_packed_rows_and_their_gradient_are_those_of_the_whole_vocabulary(chunk):
+def test_chunked_scores_and_gradients_equal_the_whole_vocabulary(chunk):
     """The size of chunks changes nothing; the first token of a segment and padding score 0."""
     tokens = jnp.array(RANDOM.integers(4, V, (2, 11)).astype("i"))
     segments = jnp.array([[1] * 5 + [2] * 4 + [0] * 2, [1] * 11])
@@ -234,8 +236,8 @@ def test_scores_of_packed_rows_and_their_gradient_are_those_of_the_whole_vocabul
         jax.jit(jax.value_and_grad(partial(total, score), has_aux=True))(PARAMS)
         for score in (partial(chunked, chunk=chunk), whole)
     ]
-    ((_, found), own), ((_, expected), slopes) = results
-    np.testing.assert_allclose(found, np.where(scored_rs, expected, 0.0), atol=2e-5)
+    ((_, actual), own), ((_, expected), slopes) = results
+    np.testing.assert_allclose(actual, np.where(scored_rs, expected, 0.0), atol=2e-5)
     for name, slope in slopes.items():
         np.testing.assert_allclose(own[name], slope, atol=1e-5 * float(jnp.abs(slope).max()), err_msg=name)
 
@@ -256,7 +258,7 @@ def test_M4_the_vocabulary_is_never_met_as_a_whole():
 
 
 @pytest.mark.parametrize(("v", "expected"), [(64, 1024), (49_152, 341), (262_144, 256)])
-def test_M4_so_few_tokens_are_scored_together_that_their_logits_are_small(v, expected):
+def test_M4_chunks_are_bounded_by_their_logits(v, expected):
     def unembed(params, states):
         return states @ params
 

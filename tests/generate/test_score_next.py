@@ -29,26 +29,26 @@ POLICY = Policy(None, None, unembed)
 
 def recorded_sets():
     """Up to five ids with the token among them; one token of six has no set."""
-    kept = RANDOM.integers(4, V, (R, S, 5)).astype("i")
-    kept[..., 0] = TOKENS_RS
-    kept[..., 4] = -1
-    kept[RANDOM.random((R, S)) < 1 / 6] = -1
-    return jnp.asarray(kept)
+    support = RANDOM.integers(4, V, (R, S, 5)).astype("i")
+    support[..., 0] = TOKENS_RS
+    support[..., 4] = -1
+    support[RANDOM.random((R, S)) < 1 / 6] = -1
+    return jnp.asarray(support)
 
 
-def naive_scores(params, states, tokens, real, kept):
+def naive_scores(params, states, tokens, real, support):
     """Log-probabilities and entropies from all logits at once."""
     logits = (unembed(params, states) / WARM).at[..., jnp.array(BANNED)].set(-jnp.inf)
     token_rs1 = tokens[..., None]
-    if kept is None:
+    if support is None:
         logp = jax.nn.log_softmax(logits)
         possible = jnp.isfinite(logp)
         finite = jnp.where(possible, logp, 0.0)
         chosen_rs, scored_rs = jnp.take_along_axis(logp, token_rs1, axis=-1)[..., 0], real
         entropy_rs = -jnp.where(possible, jnp.exp(finite) * finite, 0.0).sum(axis=-1)
     else:
-        scored_rs = real & (kept[..., 0] >= 0)
-        among = jnp.where(kept >= 0, jnp.take_along_axis(logits, jnp.maximum(kept, 0), axis=-1), -1e9)
+        scored_rs = real & (support[..., 0] >= 0)
+        among = jnp.where(support >= 0, jnp.take_along_axis(logits, jnp.maximum(support, 0), axis=-1), -1e9)
         among = jnp.where(scored_rs[..., None], among, 0.0)
         logp = jax.nn.log_softmax(among)
         chosen_rs = jnp.take_along_axis(logits, token_rs1, axis=-1)[..., 0] - jax.nn.logsumexp(among, axis=-1)
@@ -56,39 +56,39 @@ def naive_scores(params, states, tokens, real, kept):
     return jnp.stack([jnp.where(scored_rs, x, 0.0) for x in (chosen_rs, entropy_rs)])
 
 
-def scores_in_chunks(params, states, tokens, real, kept, chunk=4):
-    settings = {"temperature": WARM, "banned": BANNED, "kept": kept, "chunk": chunk}
+def scores_in_chunks(params, states, tokens, real, support, chunk=4):
+    settings = {"temperature": WARM, "banned": BANNED, "support": support, "chunk": chunk}
     return jnp.stack(score_next(POLICY, params, states, tokens, real, **settings)[:2])
 
 
 @pytest.mark.parametrize("use_kept", [False, True], ids=["full", "kept"])
 @pytest.mark.parametrize("parts", [(1.0, 0.0), (1.0, 1.0)], ids=["logp", "entropy"])
-def test_F7_scores_and_gradient_are_those_of_autodiff_over_all_logits(use_kept, parts):
+def test_F7_scores_and_gradients_equal_autodiff_over_all_logits(use_kept, parts):
     """Soft cap, temperature, banned ids; of weights that a loss reads elsewhere too, and with none for the others."""
-    kept = recorded_sets() if use_kept else None
+    support = recorded_sets() if use_kept else None
     ups = UPS * np.array(parts, "f")[:, None, None]
     params = {"embed": TABLE_VD, "other": np.ones(3, "f")}
 
     def loss(score, params, states):
-        scores = score(params, states, TOKENS_RS, REAL_RS, kept)
+        scores = score(params, states, TOKENS_RS, REAL_RS, support)
         return (ups * scores)[: 1 + int(parts[1])].sum() + params["embed"][0].sum(), scores
 
-    found, expected = (
+    actual, expected = (
         jax.jit(jax.value_and_grad(partial(loss, score), argnums=(0, 1), has_aux=True))(params, STATES_RSD)
         for score in (scores_in_chunks, naive_scores)
     )
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), found, expected)
-    assert not np.asarray(found[1][0]["other"]).any()
-    assert not np.asarray(found[1][1])[~REAL_RS].any()
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), actual, expected)
+    assert not np.asarray(actual[1][0]["other"]).any()
+    assert not np.asarray(actual[1][1])[~REAL_RS].any()
 
 
 @pytest.mark.parametrize("real", [np.zeros((R, S), bool), np.ones((R, S), bool)], ids=["none", "all"])
 def test_the_number_of_real_tokens_is_data(real):
-    found = jax.jit(scores_in_chunks, static_argnames="chunk")({"embed": TABLE_VD}, STATES_RSD, TOKENS_RS, real, None)
-    np.testing.assert_allclose(found, naive_scores({"embed": TABLE_VD}, STATES_RSD, TOKENS_RS, real, None), atol=2e-5)
+    actual = jax.jit(scores_in_chunks, static_argnames="chunk")({"embed": TABLE_VD}, STATES_RSD, TOKENS_RS, real, None)
+    np.testing.assert_allclose(actual, naive_scores({"embed": TABLE_VD}, STATES_RSD, TOKENS_RS, real, None), atol=2e-5)
 
 
-def test_F6_what_is_not_real_may_be_anything():
+def test_F6_values_of_padding_change_nothing():
     """NaN in its hidden state and an id that doesn't exist reach neither scores nor gradient."""
     states, tokens = STATES_RSD.copy(), TOKENS_RS.copy()
     states[~REAL_RS], tokens[~REAL_RS] = np.nan, -7
@@ -105,10 +105,10 @@ def test_F6_what_is_not_real_may_be_anything():
 
 def test_logits_are_computed_for_chunks_with_a_real_token_alone():
     """A callback counts them, in a forward and a backward pass: 5 real tokens are two chunks of 4."""
-    seen = []
+    shapes = []
 
     def counted(params, states):
-        jax.debug.callback(lambda: seen.append(1))
+        jax.debug.callback(lambda: shapes.append(1))
         return unembed(params, states)
 
     real = np.zeros(R * S, bool)
@@ -121,7 +121,7 @@ def test_logits_are_computed_for_chunks_with_a_real_token_alone():
     slope = jax.jit(jax.grad(loss))({"embed": TABLE_VD})["embed"]
     jax.block_until_ready(slope)
     jax.effects_barrier()
-    assert len(seen) == 4
+    assert len(shapes) == 4
 
 
 def test_a_frozen_unembedding_has_no_gradient_and_costs_none():

@@ -1,7 +1,7 @@
 """Stop strings: found at the first token that completes one, however many tokens come at once."""
 
 import pytest
-from engine_cases import BYTES, text_of
+from engine_cases import BYTES, detokenize
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -11,29 +11,29 @@ from flowgrpo.types import BadInput
 TOKENS = st.lists(st.integers(0, len(BYTES) - 1), min_size=1, max_size=80)
 
 
-def find_in_pieces(tokens, sizes, stops, read=text_of):
+def find_in_pieces(tokens, sizes, stops, read=detokenize):
     """As tokens come, a few at a time."""
-    seen = 0
+    searched = 0
     for size in [*sizes, len(tokens)]:
-        end = min(seen + size, len(tokens))
-        found = find_stop(tokens[:end], seen, stops, read) if end > seen else None
-        if found is not None:
-            return found
-        seen = end
+        end = min(searched + size, len(tokens))
+        stop = find_stop(tokens[:end], searched, stops, read) if end > searched else None
+        if stop is not None:
+            return stop
+        searched = end
     return None
 
 
 def naive(tokens, stops):
     """The first beginning of the tokens whose whole text has a stop string."""
     ends = range(1, len(tokens) + 1)
-    return next((end for end in ends if any(stop in text_of(tokens[:end]) for stop in stops)), None)
+    return next((end for end in ends if any(stop in detokenize(tokens[:end]) for stop in stops)), None)
 
 
 @given(TOKENS, st.lists(st.integers(1, 9), max_size=30), st.integers(0, 200), st.integers(1, 12))
 @example([3] * 5 + [5] * 60 + [4], [1] * 66, 9, 2)  # sixty tokens without a text between two halves of a stop
-def test_a_stop_out_of_the_text_is_found_where_every_beginning_is_read(tokens, sizes, start, size):
+def test_stops_are_found_as_in_the_naive_search(tokens, sizes, start, size):
     """Over several tokens, and with characters of several bytes."""
-    text = text_of(tokens)
+    text = detokenize(tokens)
     stops = [stop for stop in (text[start % max(len(text), 1) :][:size].replace("\ufffd", ""), "A-") if stop]
     assert find_in_pieces(tokens, sizes, stops) == naive(tokens, stops)
 
@@ -48,18 +48,18 @@ def test_a_reader_that_drops_a_leading_space_changes_nothing():
         assert find_in_pieces([0] * 40 + [1, 2], sizes, [" bc d"], read) == 42
 
 
-def test_long_texts_are_not_read_again_and_again():
+def test_long_texts_are_read_once():
     read = []
 
     def counting(ids):
         read.append(len(ids))
-        return text_of(ids)
+        return detokenize(ids)
 
     assert find_in_pieces([3] * 4000, [16] * 250, ["the end"], counting) is None
     assert sum(read) < 20 * 4000
 
 
-def test_a_string_alone_is_one_stop_and_bad_ones_get_one_sentence():
+def test_stop_strings_are_checked():
     assert stops_of("ab") == ("ab",)
     assert stops_of(["ab", "c"]) == ("ab", "c")
     for bad in ("", ("a", ""), (1,), ("\ufffd",)):

@@ -35,24 +35,24 @@ def tokens_chosen(record: fg.Trajectory) -> tuple[list[int], list[bool]]:
 
 
 @pytest.mark.parametrize("style", ["qwen2.5", "llama3", "mistral"])
-def test_A5_the_tokens_are_those_that_a_rollout_would_have(style, tmp_path):
+def test_A5_tokens_equal_those_of_a_rollout(style, tmp_path):
     text = judge_text(style)
     ((chosen, rejected),) = read_preferences(write(tmp_path, PAIR), text)
     for record, words in ((chosen, "Yes"), (rejected, "No, it is not.")):
         action = [*text.encode(words), closing_id(text)]
-        conversation = fg.data.add_action(fg.data.start(text, [ASK]), action)
+        conversation = fg.data.add_action(fg.data.start_conversation(text, [ASK]), action)
         assert tokens_chosen(record) == (list(conversation.tokens), list(conversation.chosen))
         assert tokens_of(record) == len(conversation.tokens)
     assert (chosen.outcome, rejected.outcome) == (1.0, 0.0)
     assert chosen.group == rejected.group
 
 
-def test_every_turn_of_the_assistant_is_learned_and_nothing_else(tmp_path):
+def test_only_assistant_turns_are_learned(tmp_path):
     text, more = judge_text(), {"role": "assistant", "content": "No"}
     (record,) = read_demonstrations(write(tmp_path, {"messages": [ASK, SAY, TOOL, more]}), text)
     first, second = ([*text.encode(one["content"]), closing_id(text)] for one in (SAY, more))
     conversation = fg.data.add_action(
-        fg.data.add_messages(text, fg.data.add_action(fg.data.start(text, [ASK]), first), [TOOL]), second
+        fg.data.add_messages(text, fg.data.add_action(fg.data.start_conversation(text, [ASK]), first), [TOOL]), second
     )
     assert tokens_chosen(record) == (list(conversation.tokens), list(conversation.chosen))
     assert [turn.tokens[turn.chosen].tolist() for turn in record.turns] == [first, second]
@@ -82,7 +82,7 @@ def test_a_prompt_and_its_completion_are_a_demonstration(tmp_path):
     assert tokens_chosen(one) == tokens_chosen(two)
 
 
-def test_what_the_assistant_said_in_a_prompt_is_not_learned(tmp_path):
+def test_assistant_messages_of_a_prompt_are_not_learned(tmp_path):
     text = judge_text()
     line = {"messages": [ASK, SAY, TOOL], "chosen": "Yes", "rejected": "No"}
     chosen, _ = read_preferences(write(tmp_path, line), text)[0]
@@ -90,18 +90,18 @@ def test_what_the_assistant_said_in_a_prompt_is_not_learned(tmp_path):
     assert chosen.turns[0].chosen.sum() == len(text.encode("Yes")) + 1
 
 
-def test_schemas_stand_in_the_prompt(tmp_path):
+def test_tool_schemas_are_in_the_prompt(tmp_path):
     schema = {"type": "function", "function": {"name": "clock", "description": "tells the time", "parameters": {}}}
     text = judge_text()
     chosen, _ = read_preferences(write(tmp_path, PAIR | {"tools": [schema]}), text)[0]
     assert "tells the time" in text.decode(chosen.turns[0].tokens)
 
 
-def test_a_batch_of_preferences_has_the_sides_as_advantages_and_a_pair_for_a_group(tmp_path):
+def test_preferences_have_sides_as_advantages_and_pairs_as_groups(tmp_path):
     lines = [PAIR, PAIR | {"chosen": "No"}, PAIR | {"rejected": "No"}]
     pairs = read_preferences(write(tmp_path, *lines), judge_text())
     batch = preference_rows(pairs, row_length=64, rows=6)
-    own_rs = np.asarray(batch.live)
+    own_rs = np.asarray(batch.loss_mask)
     assert batch.tokens.shape == (6, 64)
     assert set(zip(batch.group[own_rs].tolist(), batch.advantage[own_rs].tolist(), strict=True)) == {
         (pair, side) for pair in range(3) for side in (1.0, -1.0)
@@ -111,17 +111,17 @@ def test_a_batch_of_preferences_has_the_sides_as_advantages_and_a_pair_for_a_gro
 
 
 @pytest.mark.slow
-def test_a_pair_that_is_there_twice_counts_twice(tmp_path):
+def test_duplicate_pairs_count_twice(tmp_path):
     (pair,) = read_preferences(write(tmp_path, PAIR), judge_text("qwen2.5"))
     once, twice = (preference_rows([pair] * count, row_length=64, rows=8) for count in (1, 2))
-    assert len(np.unique(twice.group[np.asarray(twice.live)])) == 2
-    assert np.asarray(twice.live).sum() == 2 * np.asarray(once.live).sum()
+    assert len(np.unique(twice.group[np.asarray(twice.loss_mask)])) == 2
+    assert np.asarray(twice.loss_mask).sum() == 2 * np.asarray(once.loss_mask).sum()
 
 
-def test_a_batch_of_demonstrations_weighs_each_learned_token_the_same(tmp_path):
+def test_demonstrations_weight_all_learned_tokens_equally(tmp_path):
     lines = [{"prompt": "Is it so?", "completion": words} for words in ("Yes", "No, it is not.")]
     batch = packed_imitation(read_demonstrations(write(tmp_path, *lines), judge_text()), row_length=64, rows=2)
-    own_rs = np.asarray(batch.live)
+    own_rs = np.asarray(batch.loss_mask)
     np.testing.assert_allclose(batch.weight[own_rs], 1 / own_rs.sum())
     np.testing.assert_array_equal(own_rs, batch.chosen)
 
@@ -174,7 +174,7 @@ def test_a_bad_demonstration_is_named_with_line_and_field(line, words, tmp_path)
         read_demonstrations(write(tmp_path, line), judge_text())
 
 
-def test_a_file_that_is_not_there_or_holds_nothing_is_named(tmp_path):
+def test_missing_or_empty_files_are_named(tmp_path):
     with pytest.raises(fg.BadInput, match=r"absent.jsonl is no .jsonl file: give the path of one, where a preference"):
         read_preferences(tmp_path / "absent.jsonl", judge_text())
     with pytest.raises(fg.BadInput, match=r"data.jsonl holds no line: a demonstration is"):

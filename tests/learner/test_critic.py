@@ -23,18 +23,18 @@ from tiny_learner import (
 
 import flowgrpo as fg
 from flowgrpo.learner.critic import (
-    by_part,
     explained_variance,
     make_value_score,
-    own_network,
+    partition_optimizer,
+    separate_network,
     shared_trunk,
     with_critic,
     without_critic,
 )
 from flowgrpo.models.config import DecoderConfig
-from flowgrpo.models.critic import Critic, before
-from flowgrpo.models.lora import Adapted
-from flowgrpo.models.trainable import ADAPTER, ActorCritic, acting, actor_critic
+from flowgrpo.models.critic import Critic, values_before
+from flowgrpo.models.lora import LoraParams
+from flowgrpo.models.trainable import ADAPTER, ActorCritic, actor_critic, actor_params
 
 CONFIG = DecoderConfig(v=WORDS, d=WIDTH, h=1, k=1, e=WIDTH, f=WIDTH, windows=(None,), ropes=(None,))  # type: ignore
 PPO = fg.ppo(beta=0.0)
@@ -53,7 +53,7 @@ def apply_values(params, tokens, positions=None, segments=None):
 
 POLICY = BIGRAMS._replace(hidden=counted)
 KINDS = {
-    "own": own_network(POLICY, Critic(lambda key: init(key) | {"value": jnp.zeros(WIDTH)}, apply_values)),
+    "own": separate_network(POLICY, Critic(lambda key: init(key) | {"value": jnp.zeros(WIDTH)}, apply_values)),
     "shared": shared_trunk(POLICY, CONFIG),
 }
 
@@ -68,7 +68,7 @@ def case(kind: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "passes"), [("own", 2), ("shared", 1)])
-def test_a_score_has_the_value_before_each_token_and_goes_through_a_shared_trunk_once(kind, passes):
+def test_scores_have_the_value_before_each_token(kind, passes):
     """The value loss reaches the policy through a shared trunk only."""
     params, batch = case(kind)
     score = make_value_score(POLICY, KINDS[kind], **SETTINGS)
@@ -78,7 +78,7 @@ def test_a_score_has_the_value_before_each_token_and_goes_through_a_shared_trunk
         trunk = params.critic if kind == "own" else params.policy | params.critic
         value_rs = apply_values(trunk, batch.tokens, batch.positions, batch.segments)
         slope = jax.grad(lambda params: jnp.square(score(params, batch).value).sum())(params)
-        return score(params, batch), before(value_rs, batch.segments), slope
+        return score(params, batch), values_before(value_rs, batch.segments), slope
 
     PASSES.clear()
     jax.eval_shape(score, params, batch)
@@ -105,10 +105,10 @@ def test_F3_actor_and_critic_move_by_their_unsplit_gradient():
         assert_close(getattr(state.params, part), jax.tree.map(jnp.subtract, own, grad), own)
 
 
-def test_each_part_moves_at_its_own_rate_behind_its_own_clip():
+def test_actor_and_critic_have_their_own_rate_and_clip():
     params = ActorCritic({"w": jnp.ones(3)}, {"w": jnp.ones(3)})
     clipped = [optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(rate)) for rate in (0.1, 0.5)]
-    optimizer = by_part(*clipped)
+    optimizer = partition_optimizer(*clipped)
     large = ActorCritic({"w": jnp.array([0.0, 0.3, 0.4])}, {"w": jnp.array([0.0, 30.0, 40.0])})
     updates, _ = jax.jit(optimizer.update)(large, optimizer.init(params), params)
     np.testing.assert_allclose(updates.policy["w"], [0.0, -0.03, -0.04], atol=1e-6)
@@ -117,20 +117,20 @@ def test_each_part_moves_at_its_own_rate_behind_its_own_clip():
         optimizer.init({"w": jnp.ones(3)})
 
 
-def test_an_adapter_and_the_critic_are_trained_and_a_reference_holds_the_adapter_alone():
-    """`acting` gives the policy's parameters, with a critic beside them or not."""
-    trained = actor_critic(ADAPTER)
-    params = ActorCritic(Adapted({"w": 1}, {"a": 2}), {"value": 3})
-    part = trained.take(params)
+def test_a_reference_holds_the_adapter_without_the_critic():
+    """`actor_params` gives the policy's parameters, with a critic beside them or not."""
+    trainable = actor_critic(ADAPTER)
+    params = ActorCritic(LoraParams({"w": 1}, {"a": 2}), {"value": 3})
+    part = trainable.split(params)
     assert part == ActorCritic({"a": 2}, {"value": 3})
-    moved = ActorCritic(Adapted({"w": 1}, {"a": 4}), {"value": 5})
-    assert trained.put(params, ActorCritic({"a": 4}, {"value": 5})) == moved
+    moved = ActorCritic(LoraParams({"w": 1}, {"a": 4}), {"value": 5})
+    assert trainable.merge(params, ActorCritic({"a": 4}, {"value": 5})) == moved
     reference = without_critic(part)
     assert reference == ActorCritic({"a": 2}, None)
-    assert trained.put(params, reference) == params
+    assert trainable.merge(params, reference) == params
     assert without_critic({"a": 2}) == {"a": 2}
-    assert acting(params) is params.policy
-    assert acting(params.policy) is params.policy
+    assert actor_params(params) is params.policy
+    assert actor_params(params.policy) is params.policy
     assert with_critic(None, jax.random.key(0), params.policy) is params.policy
 
 
@@ -138,7 +138,7 @@ def test_an_adapter_and_the_critic_are_trained_and_a_reference_holds_the_adapter
 def test_explained_variance_by_hand():
     """F6: whatever stands among the targets and values of tokens that carry no loss changes nothing."""
     _, batch = case("own")
-    live_rs, explained = batch.live, jax.jit(explained_variance)
+    live_rs, explained = batch.loss_mask, jax.jit(explained_variance)
     target_rs = jnp.arange(batch.tokens.size, dtype=jnp.float32).reshape(batch.tokens.shape) % 7.0
     values = {1.0: target_rs, 0.75: target_rs / 2, 0.0: jnp.full_like(target_rs, 3.0)}
     for share, value_rs in values.items():

@@ -20,7 +20,7 @@ from flowgrpo.learner.diagnostics import (
     signal,
     task_information,
 )
-from flowgrpo.learner.update import make_score, make_update
+from flowgrpo.learner.update import UpdateSettings, make_score, make_update
 from flowgrpo.report.metrics import advantage_edges, ratio_edges
 
 TURNS = 3  # of the four that the cases have, so that the last stands for two
@@ -39,7 +39,7 @@ def case():
     """Return (algorithm, batch, scores, plain numbers of its live tokens)."""
     case, algorithm = make_case(40), fg.flow_grpo(beta=0.05, clip_low=0.1, clip_high=0.1)
     batch = batch_of(algorithm, case.trajectories)
-    scores, live_rs = scores_of(case, batch), np.asarray(batch.live)
+    scores, live_rs = scores_of(case, batch), np.asarray(batch.loss_mask)
     plain = {name: getattr(batch, name) for name in ("weight", "turn", "logp_old", "logp_ref", "advantage")}
     plain |= {"logp": scores.logp, "entropy": scores.entropy}
     return algorithm, batch, scores, {name: np.asarray(x, np.float64)[live_rs] for name, x in plain.items()}
@@ -51,7 +51,7 @@ def found(case):
     return figures(algorithm, scores, batch)
 
 
-def test_histograms_and_quantiles_are_those_of_live_tokens(case, found):
+def test_histograms_and_quantiles_are_over_tokens_with_loss(case, found):
     _, batch, _, flat = case
     log_ratio = flat["logp"] - flat["logp_old"]
     counted, _ = np.histogram(np.exp(log_ratio), [0.0, *ratio_edges()[1:-1], np.inf])
@@ -93,7 +93,7 @@ def test_means_by_turn_are_means_over_the_tokens_of_a_turn(case, found):
     [(PLAIN, lambda d: np.expm1(d) - d), (fg.flow_grpo(beta=0.05, kl="k2"), lambda d: d**2 / 2)],
     ids=["no term", "k2"],
 )
-def test_kl_to_the_reference_is_told_where_the_loss_has_no_such_term(algorithm, formula, case):
+def test_kl_to_the_reference_is_reported_without_a_kl_loss(algorithm, formula, case):
     """PPO pays it in the reward; an algorithm's own estimate keeps its name."""
     _, batch, scores, flat = case
     expected = np.average(formula(flat["logp_ref"] - flat["logp"]), weights=flat["weight"])
@@ -107,7 +107,7 @@ def turn_of():
     return fg.Turn(np.array([5, 6, 7]), np.array([False, True, True]), np.zeros(3, np.float32))
 
 
-def test_groups_without_signal_are_counted_before_and_after_packing():
+def test_groups_without_signal_are_counted():
     """Of four groups one wins always, one has no valid member, and of one a single member is valid."""
     outcomes = {0: (1.0, 0.0), 1: (1.0, 1.0), 2: (None, None), 3: (0.0, None)}
     status = {True: fg.Status.VERIFIER_FAILURE, False: fg.Status.FINISHED}
@@ -132,7 +132,7 @@ def test_groups_without_signal_are_counted_before_and_after_packing():
     assert float(packed[1]["zero_signal_groups"]) == 0.0
 
 
-def test_task_information_is_that_of_counts():
+def test_task_information_equals_that_of_counts():
     """Each of two tasks has an action of its own: log 2; all do the same, or groups mix both alike: 0."""
     group_n = np.repeat([0, 1], 4)
 
@@ -149,12 +149,16 @@ def test_task_information_is_that_of_counts():
 # In an update -------------------------------------------------------------------------------------------
 
 
-def test_an_update_says_all_of_it_and_nothing_where_nobody_watches():
+def test_an_update_reports_diagnostics_only_if_set():
     params, trajectories = sampled_case(43)
     batch = rows_of(PLAIN, trajectories)
     told, few = (
-        jax.eval_shape(make_update(BIGRAMS, PLAIN, OPTIMIZERS["sgd"], watch=watch, **SETTINGS), fresh(params), batch)[1]
-        for watch in (DiagnosticsSettings(), None)
+        jax.eval_shape(
+            make_update(BIGRAMS, PLAIN, OPTIMIZERS["sgd"], UpdateSettings(diagnostics=diagnostics, **SETTINGS)),
+            fresh(params),
+            batch,
+        )[1]
+        for diagnostics in (DiagnosticsSettings(), None)
     )
     named = {f"ratio_{name}" for name in ("p01", "p50", "p99")} | {"kl_old", "kl", "zero_signal_groups"}
     named |= {f"advantage_{name}" for name in ("std", "min", "max")} | {"live_tokens_by_turn"}
@@ -175,7 +179,7 @@ def warned_of(update, params, batch) -> list[str]:
     return [str(one.message) for one in caught]
 
 
-def test_a_sampler_that_disagrees_is_warned_of_once():
+def test_a_sampler_that_disagrees_warns_once():
     """At another temperature than the learner's, and by these weights: what older weights sampled says nothing."""
     params, trajectories = sampled_case(44)
 
@@ -189,32 +193,32 @@ def test_a_sampler_that_disagrees_is_warned_of_once():
         return rows_of(PLAIN, sampled.replace(version=np.full_like(trajectories.version, version)))
 
     same, other = batch_at(SETTINGS["temperature"]), batch_at(0.5)
-    settings = {"micro_rows": 2, "watch": DiagnosticsSettings(turns=1), **SETTINGS}
-    update = jax.jit(make_update(BIGRAMS, PLAIN, OPTIMIZERS["sgd"], **settings))
+    settings = UpdateSettings(micro_rows=2, diagnostics=DiagnosticsSettings(turns=1), **SETTINGS)
+    update = jax.jit(make_update(BIGRAMS, PLAIN, OPTIMIZERS["sgd"], settings))
     assert float(update(fresh(params), same)[1]["sampler_kl"]) < 1e-9
     rounded = batch_at(SETTINGS["temperature"], dtype="bfloat16")
     for quiet in (same, rounded, batch_at(0.5, version=-1), other.replace(weight=other.weight * 0)):
         assert warned_of(update, params, quiet) == []
     (sentence,) = warned_of(update, params, other)
-    live_rs = np.asarray(other.live)
+    live_rs = np.asarray(other.loss_mask)
     log_ratio = np.asarray(same.logp_sampled - other.logp_sampled, np.float64)[live_rs]
-    assert f"KL {np.mean(np.expm1(log_ratio) - log_ratio):.4f} a token, above 0.002: give both the same" in sentence
+    assert f"KL {np.mean(np.expm1(log_ratio) - log_ratio):.4f} per token, above 0.002: give both the same" in sentence
     assert warned_of(update, params, batch_at(0.4)) == []  # it was said
     corrected = fg.flow_grpo(beta=0.0, correction=fg.Correction(cap=2.0))
     for algorithm, warns in ((PLAIN, True), (corrected, False)):
-        program = jax.make_jaxpr(make_update(BIGRAMS, algorithm, OPTIMIZERS["sgd"], **settings))(fresh(params), other)
+        program = jax.make_jaxpr(make_update(BIGRAMS, algorithm, OPTIMIZERS["sgd"], settings))(fresh(params), other)
         assert ("debug_callback" in str(program)) == warns
 
 
 @pytest.mark.usefixtures("nan_allowed")
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
-def test_F6_garbage_in_masked_slots_reaches_no_figure(value):
+def test_F6_garbage_in_masked_slots_reaches_no_metric(value):
     case, algorithm = make_case(45), everything_on("gspo")
     batch = jax.tree.map(jnp.asarray, batch_of(algorithm, case.trajectories))
     scores = scores_of(case, batch)
-    batch = algorithm.sums(batch, scores.logp)
-    dirty = {n: jnp.where(batch.live, getattr(batch, n), value) for n in ("logp_sampled", "logp_old", "logp_ref")}
-    masked_scores = fg.Scores(*(jnp.where(batch.live, x, value) for x in scores))
+    batch = algorithm.sequence_sums(batch, scores.logp)
+    dirty = {n: jnp.where(batch.loss_mask, getattr(batch, n), value) for n in ("logp_sampled", "logp_old", "logp_ref")}
+    masked_scores = fg.Scores(*(jnp.where(batch.loss_mask, x, value) for x in scores))
     clean, found = figures(algorithm, scores, batch), figures(algorithm, masked_scores, batch.replace(**dirty))
     for name, expected in clean.items():
         np.testing.assert_array_equal(found[name], expected, err_msg=name)

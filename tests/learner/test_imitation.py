@@ -70,7 +70,7 @@ def by_hand(task, key):
     return turns, reward, done, correct
 
 
-def test_demonstrations_are_a_plain_loop(shown):
+def test_demonstrations_equal_a_plain_loop(shown):
     """Tokens, masks, turns, rewards, status of every trajectory; what is not filled holds nothing."""
     found, _, tasks = jax.tree.map(np.asarray, shown)
     for i, key in enumerate(jax.random.split(jax.random.key(7), NUM)[:8]):
@@ -91,7 +91,7 @@ def test_demonstrations_are_a_plain_loop(shown):
     assert set(found.status.tolist()) == {fg.Status.FINISHED, fg.Status.TURN_LIMIT}
 
 
-def test_rewards_that_are_paid_by_turn_stay_where_they_were_paid():
+def test_rewards_by_turn_stay_at_their_turn():
     paying = ENV._replace(by_turn=True)
     found = jax.jit(lambda keys: demonstrate(paying, jnp.zeros(3, jnp.int32), keys, act=act_by_oracle(paying)))(
         jax.random.split(jax.random.key(0), 3)
@@ -109,7 +109,7 @@ def test_the_oracle_is_always_right(shown):
     assert len(set(np.asarray(best.group).tolist())) == NUM
 
 
-def test_a_seed_alone_is_what_it_is_among_many(shown):
+def test_a_seed_gives_the_same_alone_and_vmapped(shown):
     keys = jax.random.split(jax.random.key(7), NUM)
     alone = demonstrate(ENV, shown[2][5:6], keys[5:6])
     expected = jax.tree.map(lambda x: x[5:6], shown[0]).replace(group=jnp.zeros(1, jnp.int32))
@@ -143,7 +143,7 @@ def test_F3_rows_in_any_order_and_micro_batches_of_any_size(shown, step):
     assert_close(found.params, expected.params, PARAMS, 1e-3)
 
 
-def test_what_weighs_nothing_is_not_imitated(shown, step):
+def test_trajectories_of_weight_zero_are_not_imitated(shown, step):
     """Demonstrations that failed may be left out by their weight, or by their status."""
     batch = imitation_rows(shown[0])
     right_r = np.asarray(shown[0].correct)

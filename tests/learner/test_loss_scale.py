@@ -10,13 +10,16 @@ from tiny_learner import BIGRAMS, OPTIMIZERS, PLAIN, SETTINGS, assert_close, com
 import flowgrpo as fg
 from flowgrpo.learner.loss_scale import FIRST, GROW_AFTER, LARGEST, SMALLEST, optimizer_for, with_loss_scale
 from flowgrpo.learner.state import init_learner
-from flowgrpo.learner.update import make_update
-from flowgrpo.run.tree_io import give_leaves, take_leaves
+from flowgrpo.learner.update import UpdateSettings, make_update
+from flowgrpo.run.tree_io import from_leaves, to_leaves
 
 OPTIMIZER = with_loss_scale(OPTIMIZERS["adam"])
 UPDATE = jax.jit(
     make_update(
-        BIGRAMS, PLAIN, OPTIMIZER, mini_batches=2, watch=None, compute_dtype="float16", micro_rows=2, **SETTINGS
+        BIGRAMS,
+        PLAIN,
+        OPTIMIZER,
+        UpdateSettings(mini_batches=2, diagnostics=None, compute_dtype="float16", micro_rows=2, **SETTINGS),
     )
 )
 PARAMS, TRAJECTORIES = sampled_case(18, invalid=0.0)
@@ -30,7 +33,7 @@ def begin(scale: float = FIRST, good: int = 0):
 
 
 def test_an_update_in_float16_is_that_of_float32_within_its_rounding():
-    whole = compiled(PLAIN, "adam", mini_batches=2, watch=None)
+    whole = compiled(PLAIN, "adam", mini_batches=2, diagnostics=None)
     expected, figures = whole(init_learner(PARAMS, OPTIMIZERS["adam"]), BATCH)
     state, found = UPDATE(begin(), BATCH)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
@@ -42,7 +45,7 @@ def test_an_update_in_float16_is_that_of_float32_within_its_rounding():
 
 
 @pytest.mark.usefixtures("nan_allowed")
-def test_an_overflow_halves_the_scale_leaves_the_parameters_and_training_goes_on():
+def test_an_overflow_halves_the_scale_and_skips_the_step():
     state = start = begin(LARGEST)
     for index in range(1, 12):
         after, figures = UPDATE(state, BATCH)
@@ -59,14 +62,14 @@ def test_an_overflow_halves_the_scale_leaves_the_parameters_and_training_goes_on
 
 
 @pytest.mark.usefixtures("nan_allowed")
-def test_what_no_scale_can_help_is_skipped_and_counted_as_in_every_type():
+def test_nonfinite_losses_are_skipped_and_counted():
     for scale, advantage in ((SMALLEST, 1e25), (FIRST, np.nan)):
         state, figures = UPDATE(begin(scale), BATCH.replace(advantage=jnp.full_like(BATCH.advantage, advantage)))
         assert (float(figures["skipped"]), float(figures["overflows"]), int(state.skipped)) == (2.0, 0.0, 2)
         assert float(state.optimizer.scale) >= SMALLEST
 
 
-def test_the_scale_doubles_after_many_good_steps_and_not_for_ever():
+def test_the_scale_doubles_after_many_good_steps_up_to_a_limit():
     state, figures = UPDATE(begin(good=GROW_AFTER - 2), BATCH)
     assert (float(state.optimizer.scale), int(state.optimizer.good)) == (2 * FIRST, 0)
     assert float(figures["loss_scale"]) == 2 * FIRST
@@ -84,11 +87,11 @@ def test_F8_no_advantage_is_no_gradient_at_any_scale():
 
 
 @pytest.mark.usefixtures("nan_allowed")
-def test_S1_a_run_goes_on_from_a_checkpoint_with_its_scale_to_the_same_bits():
+def test_S1_the_scale_resumes_from_a_checkpoint_bit_for_bit():
     state = begin(LARGEST / 2)
     for _ in range(3):
         state, _ = UPDATE(state, BATCH)
-    again = give_leaves(take_leaves(jax.device_get(state)), jax.eval_shape(begin))
+    again = from_leaves(to_leaves(jax.device_get(state)), jax.eval_shape(begin))
     assert float(again.optimizer.scale) < LARGEST / 2
     for _ in range(6):
         (state, _), (again, _) = UPDATE(state, BATCH), UPDATE(again, BATCH)

@@ -60,7 +60,7 @@ def code_all(x, chance_c, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_code_is_next_to_its_number_and_right_on_average(shape):
+def test_codes_are_adjacent_levels_and_unbiased(shape):
     x = numbers(2, shape)
     chances = jnp.linspace(0.0, 1.0, 512, endpoint=False)
     for value, dtype in ((x, jnp.int8), (x * x, jnp.uint8)):
@@ -69,7 +69,7 @@ def test_a_code_is_next_to_its_number_and_right_on_average(shape):
         np.testing.assert_allclose(every.mean(axis=0) / value, 1.0, atol=1e-3)
 
 
-def test_small_second_moments_survive_and_small_first_moments_are_right_on_average():
+def test_small_moments_survive_or_are_unbiased():
     """Far below the largest of their block: nothing divides by 0, and nothing is pushed by more than there was."""
     v = jnp.ones(BLOCK).at[1].set(1e-30).at[2].set(0.0)
     found = code_all(v, jnp.array([0.99]), jnp.uint8)[0]
@@ -80,7 +80,7 @@ def test_small_second_moments_survive_and_small_first_moments_are_right_on_avera
     np.testing.assert_allclose(every[:, 1].mean(), -1e-6, rtol=0.05)
 
 
-def test_what_is_coded_again_stays_as_it_is():
+def test_recoding_changes_nothing():
     """The levels of a block stay when its largest entry changes: a moment that nothing moves does not wander."""
     x = code_all(numbers(3, (4, BLOCK)), jnp.array([0.5]), jnp.int8)[0]
     again = code_all(x.at[:, 0].set(5.0), jnp.array([0.01]), jnp.int8)[0]
@@ -114,7 +114,7 @@ def test_the_first_step_is_adams():
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def test_a_parameter_without_gradient_comes_to_rest_beside_one_that_moves():
+def test_a_parameter_without_gradient_stops_moving():
     """Its first moment falls to nothing, where to the nearest level it would stay and push for ever."""
     base, params = scale_by_adam_8bit(), jnp.zeros(BLOCK)
     update = jax.jit(base.update)
@@ -126,7 +126,7 @@ def test_a_parameter_without_gradient_comes_to_rest_beside_one_that_moves():
     np.testing.assert_allclose(updates[0], 1.0, rtol=0.15)
 
 
-def test_codes_lie_as_their_parameters_do():
+def test_codes_are_sharded_as_their_parameters():
     """Sharded over four devices along either axis: the same steps, and no device holds more than its share of codes."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     grad, base = numbers(5, (8, 2048)), scale_by_adam_8bit()
@@ -149,17 +149,18 @@ def test_codes_lie_as_their_parameters_do():
 # In an update -------------------------------------------------------------------------------------------
 
 
-BASES = {"adamw": None, "adamw8bit": scale_by_adam_8bit(), "adafactor": scale_by_adafactor(least_axis=8)}
+BASE_DTYPES = {"adamw": None, "adamw8bit": scale_by_adam_8bit(), "adafactor": scale_by_adafactor(min_axis=8)}
 
 
 @pytest.mark.slow
-def test_a_learner_learns_alike_with_every_base():
+def test_every_base_optimizer_learns():
     """A hundred updates on one batch: the loss of 8 bits falls as far as AdamW's, that of Adafactor too."""
     params, trajectories = sampled_case(34, invalid=0.0)
     batch, falls = rows_of(PLAIN, trajectories, "by_trajectory"), {}
-    for name, base in BASES.items():
+    for name, base in BASE_DTYPES.items():
         optimizer = make_optimizer(learning_rate=0.01, base=base)
-        update = jax.jit(make_update(BIGRAMS, PLAIN, optimizer, rescore=True, watch=None, **SETTINGS))
+        settings = fg.UpdateSettings(rescore=True, diagnostics=None, **SETTINGS)
+        update = jax.jit(make_update(BIGRAMS, PLAIN, optimizer, settings))
         state, losses = init_learner(params, optimizer), []
         for _ in range(100):
             state, metrics = update(state, batch.replace(logp_sampled=batch.logp_old))
@@ -169,7 +170,7 @@ def test_a_learner_learns_alike_with_every_base():
     assert falls["adafactor"] > 0.1 * falls["adamw"]
 
 
-def test_adafactor_remembers_rows_and_columns():
+def test_adafactor_state_is_rows_and_columns():
     params = jnp.zeros((256, 512))
     assert nbytes(scale_by_adafactor().init(params)) < 0.01 * params.nbytes
     grads = numbers(6, params.shape)

@@ -10,10 +10,11 @@ from family_cases import make_case
 from tiny_learner import BANNED, BIGRAMS, SETTINGS, TEMPERATURE, WIDTH, init
 
 import flowgrpo as fg
-from flowgrpo.batching.layouts import filled
+from flowgrpo.batching.layouts import resolve_lengths
 from flowgrpo.batching.prefix_tree import make_packer, pack_tree
-from flowgrpo.learner.critic import own_network, shared_trunk, with_critic
+from flowgrpo.learner.critic import separate_network, shared_trunk, with_critic
 from flowgrpo.learner.scoring import make_score_trajectories, make_score_trees
+from flowgrpo.learner.update import ScoreSettings
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import Critic
 from flowgrpo.models.trainable import ActorCritic
@@ -26,7 +27,7 @@ def apply_values(params, tokens, positions=None, segments=None):
     return BIGRAMS.hidden(params, tokens, positions, segments)[0] @ params["value"]
 
 
-OWN = own_network(BIGRAMS, Critic(init, apply_values))
+OWN = separate_network(BIGRAMS, Critic(init, apply_values))
 SHARED = shared_trunk(BIGRAMS, CONFIG)
 
 
@@ -42,9 +43,10 @@ REFERENCE = init(jax.random.key(10))
 
 @cache
 def score_trajectories(kind: str = "own", policy: fg.Policy = BIGRAMS, **settings):
-    valuation = {"own": OWN, "shared": SHARED}[kind]
-    settings = {"critic": valuation, "needs": NEEDS, "micro_rows": 5, **SETTINGS, **settings}
-    return jax.jit(make_score_trajectories(policy, **settings))
+    critic = {"own": OWN, "shared": SHARED}[kind]
+    settings = {"critic": critic, "needs": NEEDS, "micro_rows": 5, **settings}
+    scoring = SETTINGS | {name: settings.pop(name) for name in ("temperature", "compute_dtype") if name in settings}
+    return jax.jit(make_score_trajectories(policy, settings=ScoreSettings(**scoring), **settings))
 
 
 def bare(seed: int) -> fg.Trajectories:
@@ -71,7 +73,7 @@ def logp_after(params, tokens):
 
 def sequences(trajectories: fg.Trajectories, n: int) -> list[list[tuple[int, int]]]:
     """The (turn, slot) of every token, a list for each context."""
-    length_nt, begins_nt = (np.asarray(x) for x in filled(trajectories))
+    length_nt, begins_nt = (np.asarray(x) for x in resolve_lengths(trajectories))
     found: list[list[tuple[int, int]]] = []
     for t in np.flatnonzero(trajectories.turns[n]):
         found += [[]] if begins_nt[n, t] else []
@@ -99,10 +101,10 @@ def by_hand(params: ActorCritic, kind: str, trajectories: fg.Trajectories):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "shared"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_it_says_of_each_token_what_is_worked_out_one_sequence_at_a_time(kind, seed):
+def test_scores_equal_those_of_single_sequences(kind, seed):
     trajectories = bare(seed)
-    assert trajectories.begins is not None
-    assert 0 < trajectories.begins[:, 1:][trajectories.turns[:, 1:]].mean() < 1  # both kinds of contexts
+    assert trajectories.starts_context is not None
+    assert 0 < trajectories.starts_context[:, 1:][trajectories.turns[:, 1:]].mean() < 1  # both kinds of contexts
     found = score_trajectories(kind)(params_of(kind), ActorCritic(REFERENCE, None), trajectories)
     logp_ntl, value_ntl, last_n = by_hand(params_of(kind), kind, trajectories)
     np.testing.assert_allclose(found.logp_ref, logp_ntl, atol=1e-5)
@@ -121,7 +123,7 @@ def test_F3_micro_batches_and_devices_change_nothing():
             np.testing.assert_allclose(getattr(found, name), getattr(expected, name), atol=1e-5, err_msg=name)
 
 
-def test_in_hindsight_the_reference_scores_each_token_as_if_the_first_context_began_with_the_hint():
+def test_hindsight_scores_equal_those_after_the_hint():
     hint_nq = np.random.default_rng(0).integers(1, 50, (len(bare(3).group), 2))
     trajectories, params = bare(3).replace(hint=hint_nq), init(jax.random.key(8))
     scorer = score_trajectories(needs=frozenset({"logp_ref"}), critic=None, hindsight=True)
@@ -144,7 +146,7 @@ def test_in_hindsight_the_reference_scores_each_token_as_if_the_first_context_be
         scorer(None, params, bare(3))
 
 
-def test_only_what_is_needed_is_scored():
+def test_only_needed_fields_are_scored():
     trajectories, params = bare(3), params_of("own")
     values = score_trajectories(needs=frozenset({"value"}))(params, None, trajectories)
     assert values.logp_ref is None
@@ -160,7 +162,7 @@ def test_only_what_is_needed_is_scored():
 
 
 @pytest.mark.slow
-def test_what_was_scored_reaches_ppo_and_its_batch_in_every_layout():
+def test_scores_reach_the_batch_in_every_layout():
     algorithm, trajectories = fg.ppo(beta=0.1), bare(4)
     scored = jax.device_get(score_trajectories()(params_of("own"), REFERENCE, trajectories))
     credit = (algorithm.advantages(scored), algorithm.weights(scored))
@@ -168,7 +170,7 @@ def test_what_was_scored_reaches_ppo_and_its_batch_in_every_layout():
     packed = fg.pack(scored, *credit, row_length=48, target=target_ntl)
     plain = fg.batching.rows_by_trajectory(scored, *credit, target_ntl)
     for batch in (packed, plain):
-        live_rs = np.asarray(batch.live)
+        live_rs = np.asarray(batch.loss_mask)
         index = tuple(np.asarray(x)[live_rs] for x in (batch.trajectory, batch.turn, batch.slot))
         for name, x_ntl in (("logp_ref", scored.logp_ref), ("value_old", scored.value), ("target", target_ntl)):
             np.testing.assert_array_equal(np.asarray(getattr(batch, name))[live_rs], np.asarray(x_ntl)[index], name)
@@ -176,9 +178,9 @@ def test_what_was_scored_reaches_ppo_and_its_batch_in_every_layout():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nan_allowed")
-def test_slots_that_suffice_change_nothing_and_a_longer_trajectory_cannot_pass_for_scored():
+def test_trajectories_longer_than_the_slots_are_nan():
     trajectories, params = bare(5), params_of("own")
-    length_n = np.asarray(filled(trajectories)[0]).sum(axis=1)
+    length_n = np.asarray(resolve_lengths(trajectories)[0]).sum(axis=1)
     expected = score_trajectories()(params, REFERENCE, trajectories)
     found = score_trajectories(slots=int(length_n.max()))(params, REFERENCE, trajectories)
     np.testing.assert_allclose(found.value, expected.value, atol=1e-6)
@@ -191,7 +193,7 @@ def test_slots_that_suffice_change_nothing_and_a_longer_trajectory_cannot_pass_f
     np.testing.assert_allclose(cut.value[fits_n], expected.value[fits_n], atol=1e-6)
 
 
-def test_M4_the_vocabulary_is_never_met_as_a_whole():
+def test_M4_logits_are_never_materialised_as_a_whole():
     """Temporary memory, from the compiler: far below that of all tokens times the vocabulary."""
     vocabulary, trajectories = 32_768, bare(6)
     wide = fg.Policy(
@@ -200,7 +202,7 @@ def test_M4_the_vocabulary_is_never_met_as_a_whole():
         lambda params, states: states @ params["embed"].T,
     )
     params = {"embed": jax.ShapeDtypeStruct((vocabulary, WIDTH), jnp.float32)}
-    program = jax.jit(make_score_trajectories(wide, needs={"logp_ref"}, chunk=16, micro_rows=4))
+    program = jax.jit(make_score_trajectories(wide, needs={"logp_ref"}, settings=ScoreSettings(chunk=16), micro_rows=4))
     used = program.lower(None, params, trajectories).compile().memory_analysis().temp_size_in_bytes
     assert used < trajectories.tokens.size * vocabulary * 4 / 8
 
@@ -210,21 +212,16 @@ def test_values_need_a_critic():
         make_score_trajectories(BIGRAMS, needs={"value"})
 
 
-def test_sizes_are_checked():
-    with pytest.raises(fg.BadInput, match="micro_rows is 0 and slots None, but both must be at least 1"):
-        make_score_trajectories(BIGRAMS, needs={"logp_ref"}, micro_rows=0)
-
-
 # On trees -----------------------------------------------------------------------------------------------
 
 
-def test_F10_the_reference_says_on_trees_what_it_says_on_rows_and_nothing_of_what_fits_none():
+def test_F10_reference_scores_on_trees_equal_those_on_rows():
     played = bare(3)
     count, turns = played.turns.shape
-    packing = make_packer(True, longest=48, trajectories=count, turns=turns, micro_rows=2)
+    packing = make_packer(True, max_trajectory_tokens=48, trajectories=count, turns=turns, micro_rows=2)
     found_ntl = make_score_trees(BIGRAMS, packing, **SETTINGS)(REFERENCE, played)
-    rows = jax.jit(make_score_trajectories(BIGRAMS, needs={"logp_ref"}, **SETTINGS))
-    expected_ntl, actions_ntl = np.asarray(rows(None, REFERENCE, played).logp_ref), np.asarray(played.actions)
+    rows = jax.jit(make_score_trajectories(BIGRAMS, needs={"logp_ref"}, settings=ScoreSettings(**SETTINGS)))
+    expected_ntl, actions_ntl = np.asarray(rows(None, REFERENCE, played).logp_ref), np.asarray(played.action_mask)
     np.testing.assert_allclose(found_ntl[actions_ntl], expected_ntl[actions_ntl], atol=1e-5)
     assert not found_ntl[~actions_ntl].any()
     dropping = partial(pack_tree, row_length=12, rows=2 * count * turns, too_long="drop")

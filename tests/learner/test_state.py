@@ -30,7 +30,7 @@ def walk(optimizer, steps):
     return path
 
 
-def test_it_is_adamw_behind_a_clip():
+def test_make_optimizer_is_clipped_adamw():
     own = make_optimizer(learning_rate=0.1, weight_decay=0.05, clip_norm=2.0)
     theirs = optax.chain(optax.clip_by_global_norm(2.0), optax.adamw(0.1, weight_decay=0.05))
     for found, expected in zip(walk(own, 3), walk(theirs, 3), strict=True):
@@ -39,9 +39,9 @@ def test_it_is_adamw_behind_a_clip():
     chex.assert_trees_all_close(plain, walk(optax.adam(0.1), 2), rtol=1e-6)
 
 
-def test_the_rate_rises_then_falls():
+def test_the_rate_warms_up_then_decays():
     """Adam's first steps with one gradient are the rate long: .1 x (1/3, 2/3, 1), then a cosine over 4 to a tenth."""
-    path = walk(make_optimizer(learning_rate=0.1, warmup_steps=2, decay_steps=4, final_share=0.1), 7)
+    path = walk(make_optimizer(learning_rate=0.1, warmup_steps=2, decay_steps=4, final_fraction=0.1), 7)
     places = np.array([3.0, *(float(params["b"]) for params in path)])
     fall = 0.1 + 0.9 * (1 + np.cos(np.pi * np.array([0, 1, 2, 3, 4]) / 4)) / 2
     np.testing.assert_allclose(np.diff(places), 0.1 * np.array([1 / 3, 2 / 3, *fall]), rtol=1e-3)
@@ -55,13 +55,13 @@ def test_the_rate_can_be_vmapped():
     np.testing.assert_allclose(jax.vmap(step)(rates), 3.0 + 1.5 * rates, rtol=1e-3)
 
 
-def test_the_state_before_the_first_update():
+def test_init_learner_is_the_state_before_the_first_update():
     state = init_learner(PARAMS, make_optimizer(learning_rate=0.1))
     assert (int(state.version), int(state.skipped)) == (0, 0)
     chex.assert_trees_all_equal(state.params, PARAMS)
 
 
-def test_matrices_take_orthogonal_steps_and_the_rest_adams():
+def test_matrices_take_orthogonal_steps_and_others_adam():
     """Of a gradient of any size and shape Muon keeps the directions: all singular values of a step are about equal."""
     rng = np.random.default_rng(0)
     params = {"w": jnp.zeros((2, 6, 2, 3)), "b": jnp.zeros(6)}  # two layers of 6 x (2 x 3)

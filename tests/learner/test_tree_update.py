@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_cases import everything_on
-from tiny_learner import OPTIMIZERS, SETTINGS, WATCH, assert_close, assert_figures, fresh
+from tiny_learner import DIAGNOSTICS, OPTIMIZERS, SETTINGS, assert_close, assert_figures, fresh
 from tiny_models import random_params
 from tree_cases import Context, build_trees, plain_rows
 
 import flowgrpo as fg
-from flowgrpo.learner.critic import make_value_score, own_network, shared_trunk
+from flowgrpo.learner.critic import make_value_score, separate_network, shared_trunk
 from flowgrpo.learner.update import make_update
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.critic import make_critic
@@ -64,14 +64,14 @@ def batches() -> tuple[fg.Batch, fg.Batch]:
                     fields[name][at] = value
     positions_cs = np.tile(np.arange(LENGTH, dtype=np.int32), (len(contexts), 1))
     plain = fg.Batch(tokens_cs, positions_cs, segments_cs, **both[1])
-    tree = dict(zip(("tree_tokens", "tree_positions", "tree_ends", "after"), trees.tree, strict=True))
+    tree = dict(zip(("tree_tokens", "tree_positions", "tree_ends", "predecessor"), trees.tree, strict=True))
     return fg.Batch(trees.tokens, trees.positions, trees.segments, **both[0], **tree), plain
 
 
 def moved(algorithm, batch: fg.Batch, params, **settings):
-    settings = {"micro_rows": 1, "watch": WATCH, **SETTINGS, **settings}
-    policy = POLICY._replace(mesh=settings.pop("mesh", None))
-    update = jax.jit(make_update(policy, algorithm, OPTIMIZERS["sgd"], **settings))
+    policy, score = POLICY._replace(mesh=settings.pop("mesh", None)), settings.pop("score", None)
+    settings = fg.UpdateSettings(**{"micro_rows": 1, "diagnostics": DIAGNOSTICS, **SETTINGS, **settings})
+    update = jax.jit(make_update(policy, algorithm, OPTIMIZERS["sgd"], settings, score=score))
     state, metrics = update(fresh(params), jax.tree.map(jnp.asarray, batch))
     return state.params, metrics
 
@@ -86,7 +86,7 @@ def moved(algorithm, batch: fg.Batch, params, **settings):
         pytest.param("flow_grpo", {"mesh": THREE}, marks=pytest.mark.slow),
     ],
 )
-def test_F10_an_update_on_trees_is_that_on_whole_rows(name, settings):
+def test_F10_updates_on_trees_equal_those_on_rows(name, settings):
     """First passes over sequences, mini-batches and devices included; log-probabilities of before are scored, too."""
     by_tree, plain = batches()
     params, algorithm = random_params(CONFIG), everything_on(name)
@@ -102,9 +102,9 @@ def test_F10_an_update_on_trees_is_that_on_whole_rows(name, settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "shared"])
-def test_F10_a_critic_values_trees_as_whole_rows(kind):
+def test_F10_critic_values_on_trees_equal_those_on_rows(kind):
     """Of a trunk of its own and of the policy's: the value before each token."""
-    valuation = own_network(POLICY, CRITIC) if kind == "own" else shared_trunk(POLICY, CONFIG)
+    valuation = separate_network(POLICY, CRITIC) if kind == "own" else shared_trunk(POLICY, CONFIG)
     score = make_value_score(POLICY, valuation, **SETTINGS)
     policy = random_params(CONFIG)
     head = {"value": jnp.cos(jnp.arange(CONFIG.d, dtype=jnp.float32))}

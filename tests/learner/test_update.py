@@ -10,11 +10,11 @@ import tiny_models
 from family_cases import batch_of, everything_on, make_case
 from tiny_learner import (
     BIGRAMS,
+    DIAGNOSTICS,
     OPTIMIZERS,
     PLAIN,
     SCORE,
     SETTINGS,
-    WATCH,
     assert_close,
     assert_figures,
     compiled,
@@ -28,8 +28,8 @@ from tiny_learner import (
 
 import flowgrpo as fg
 from flowgrpo.batching.prefix_tree import count_tokens
-from flowgrpo.generate.sampler import decode, prefill, sampling, start_rows
-from flowgrpo.learner.update import check_mini_batches, in_dtype, make_score, make_update, score_reference, visit
+from flowgrpo.generate.sampler import decode, make_sampling, prefill, start_rows
+from flowgrpo.learner.update import check_mini_batches, in_dtype, make_score, make_update, score_reference, split_rows
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.trainable import cast
@@ -43,15 +43,17 @@ SPARSE = {"seed": 5, "groups": 6, "size": 2}  # half of its groups have no signa
 # F3: layouts, micro-batches, mini-batches --------------------------------------------------------------
 
 
-def check_unsplit(algorithm, batch, watch=WATCH, mesh=None, **settings):
+def check_unsplit(algorithm, batch, diagnostics=DIAGNOSTICS, mesh=None, **settings):
     """Compare one step, which scores pi_old and the reference itself, with the gradient over all rows at once."""
     params, _ = sampled_case(12)
-    update = compiled(algorithm, policy=BIGRAMS._replace(mesh=mesh), skip_no_signal=True, watch=watch, **settings)
+    update = compiled(
+        algorithm, policy=BIGRAMS._replace(mesh=mesh), skip_no_signal=True, diagnostics=diagnostics, **settings
+    )
     state, metrics = update(fresh(params), batch.replace(logp_ref=None), REFERENCE)
     whole = batch.replace(logp_ref=SCORE(REFERENCE, batch).logp)
     if "logp_old" in algorithm.needs:
         whole = whole.replace(logp_old=SCORE(params, batch).logp)
-    grads, figures = unsplit(algorithm, watch=watch)(params, whole)
+    grads, figures = unsplit(algorithm, diagnostics=diagnostics)(params, whole)
     assert_close(state.params, jax.tree.map(jnp.subtract, params, grads), params)
     on_edges = ("ratio_histogram",)  # of on-policy tokens, whose log-ratio is 0 but for rounding
     assert_figures(*({name: x for name, x in each.items() if name not in on_edges} for each in (metrics, figures)))
@@ -73,8 +75,8 @@ def test_F3_layouts_in_micro_batches_have_the_unsplit_gradient(layout):
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
     [
-        pytest.param(DPO, {"watch": None}, id="dpo"),
-        pytest.param(KIMI, {"watch": None}, id="kimi", marks=pytest.mark.slow),
+        pytest.param(DPO, {"diagnostics": None}, id="dpo"),
+        pytest.param(KIMI, {"diagnostics": None}, id="kimi", marks=pytest.mark.slow),
         pytest.param(GSPO, {"mesh": THREE}, id="gspo-devices", marks=pytest.mark.slow),
         pytest.param(DPO, {"mesh": THREE, "micro_rows": 16}, id="dpo-devices", marks=pytest.mark.slow),
     ],
@@ -90,8 +92,8 @@ def begun_alike(trajectories: fg.Trajectories) -> fg.Trajectories:
     chosen_ntl = trajectories.chosen & (slot_l >= 3)
     said_ntl = slot_l + np.abs(group_n)[:, None, None] % 80
     tokens_ntl = np.where(np.cumsum(chosen_ntl, axis=2) == 0, said_ntl, trajectories.tokens).astype(np.int32)
-    begins_nt = trajectories.begins & (group_n != group_n.min())[:, None]
-    return trajectories.replace(tokens=tokens_ntl, chosen=chosen_ntl, begins=begins_nt)
+    begins_nt = trajectories.starts_context & (group_n != group_n.min())[:, None]
+    return trajectories.replace(tokens=tokens_ntl, chosen=chosen_ntl, starts_context=begins_nt)
 
 
 @pytest.mark.slow
@@ -118,7 +120,7 @@ def test_F10_F3_layouts_give_a_decoder_the_same_parameters():
 
 # Steps ------------------------------------------------------------------------------------------------
 
-STEPS = compiled(PLAIN, "adam", mini_batches=4, epochs=2, skip_no_signal=True, watch=None)
+STEPS = compiled(PLAIN, "adam", mini_batches=4, epochs=2, skip_no_signal=True, diagnostics=None)
 
 
 @jax.jit
@@ -130,12 +132,12 @@ def plain_step(params, memory, part):
     return optax.apply_updates(params, updates), memory, loss, optax.tree.norm(grads)
 
 
-def test_F3_F8_mini_batches_and_epochs_are_a_plain_loop():
+def test_F3_F8_mini_batches_and_epochs_equal_a_plain_loop():
     """Two epochs of three blocks of rows; an empty fourth takes no step; leaving out idle rows is exact."""
     params, trajectories = sampled_case(**SPARSE)
     batch = rows_of(PLAIN, trajectories, "by_trajectory")
     batch = batch.replace(segments=batch.segments.at[9:].set(0))  # one row is left of the third block
-    idle_r = ~(batch.live & (batch.advantage != 0)).any(axis=1)
+    idle_r = ~(batch.loss_mask & (batch.advantage != 0)).any(axis=1)
     assert 4 < idle_r.sum() < 12
     state, metrics = STEPS(fresh(params, "adam"), batch)
     expected, memory, figures = params, OPTIMIZERS["adam"].init(params), []
@@ -146,7 +148,7 @@ def test_F3_F8_mini_batches_and_epochs_are_a_plain_loop():
     assert_close(state.params, expected, params)
     assert (int(state.version), float(metrics["steps"]), int(state.skipped)) == (1, 6.0, 0)
     np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], np.mean(figures, axis=0), rtol=1e-4)
-    seen_rs = (batch.live & ~idle_r[:, None]).at[4:].set(False)  # those of the first step
+    seen_rs = (batch.loss_mask & ~idle_r[:, None]).at[4:].set(False)  # those of the first step
     far_rs = jnp.abs(SCORE(params, batch).logp - batch.logp_sampled)[seen_rs]
     np.testing.assert_allclose(metrics["log_ratio_max"], far_rs.max(), rtol=1e-4)
 
@@ -154,14 +156,14 @@ def test_F3_F8_mini_batches_and_epochs_are_a_plain_loop():
 def test_F3_fewer_rows_than_mini_batches_are_a_mini_batch_each():
     params, trajectories = sampled_case(18, invalid=0.0)
     batch = jax.tree.map(lambda x_rs: x_rs[:2], rows_of(PLAIN, trajectories, "by_trajectory"))
-    many, two = (compiled(PLAIN, "adam", mini_batches=count, watch=None) for count in (5, 2))
+    many, two = (compiled(PLAIN, "adam", mini_batches=count, diagnostics=None) for count in (5, 2))
     (state, metrics), (expected, figures) = many(fresh(params, "adam"), batch), two(fresh(params, "adam"), batch)
     assert_close(state.params, expected.params, params, 1e-6)
     assert (float(metrics["steps"]), int(state.version)) == (float(figures["steps"]), 1) == (2.0, 1)
 
 
 @pytest.mark.usefixtures("nan_allowed")
-def test_steps_that_are_not_finite_are_left_out_and_counted():
+def test_nonfinite_steps_are_skipped_and_counted():
     """One of three mini-batches is poisoned: the others' steps are taken. All gradients overflow: none is."""
     params, trajectories = sampled_case(18, invalid=0.0)
     batch, start = rows_of(PLAIN, trajectories, "by_trajectory"), fresh(params, "adam")
@@ -174,7 +176,7 @@ def test_steps_that_are_not_finite_are_left_out_and_counted():
     chex.assert_trees_all_equal((again.params, again.optimizer), (state.params, state.optimizer))
 
 
-def test_F8_no_advantage_fades_the_optimizers_memory_and_no_token_takes_no_step():
+def test_F8_zero_gradients_are_steps_and_empty_mini_batches_are_not():
     params, trajectories = sampled_case(17)
     batch, start = rows_of(PLAIN, trajectories, "by_trajectory"), fresh(params, "adam")
     state, metrics = STEPS(start, batch.replace(advantage=jnp.zeros_like(batch.advantage)))
@@ -194,25 +196,25 @@ def test_F6_garbage_in_masked_slots_changes_nothing(value):
     own_rs = batch.chosen & (batch.segments > 0)
     names = ("logp_sampled", "logp_old", "advantage", "weight")
     dirty = batch.replace(**{n: jnp.where(own_rs, getattr(batch, n), value) for n in names})
-    update = compiled(GSPO, skip_no_signal=True, watch=WATCH)
+    update = compiled(GSPO, skip_no_signal=True, diagnostics=DIAGNOSTICS)
     clean, found = (update(fresh(params), x, REFERENCE) for x in (batch, dirty))
     chex.assert_trees_all_equal(found, clean)
     assert int(found[0].version) == 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5, 7])
-def test_micro_batches_are_as_many_as_the_wanted_rows_fill(count):
+def test_micro_batches_cover_the_wanted_rows(count):
     wanted_r = jnp.asarray(np.random.default_rng(0).permutation(7) < count)
-    rows = visit(wanted_r, 3)
-    assert (int(rows.trips), len(rows.row_i), int(rows.wanted)) == (-(-count // 3), 9, count)
+    rows = split_rows(wanted_r, 3)
+    assert (int(rows.count), len(rows.row_i), int(rows.num_wanted)) == (-(-count // 3), 9, count)
     assert rows.row_i[:count].tolist() == np.flatnonzero(wanted_r).tolist()
-    assert visit(wanted_r, 10).size == 7
+    assert split_rows(wanted_r, 10).size == 7
 
 
 # Scores -----------------------------------------------------------------------------------------------
 
 
-def test_trees_are_refused_by_a_policy_that_does_not_know_them():
+def test_trees_need_a_policy_that_reads_them():
     params, trajectories = sampled_case(16)
     with pytest.raises(fg.BadInput, match="hidden_tree"):
         make_score(BIGRAMS._replace(hidden_tree=None))(params, rows_of(PLAIN, trajectories, "trees"))
@@ -229,7 +231,7 @@ def test_scoring_visits_only_rows_with_an_action():
     assert not np.asarray(found)[~acted_r].any()
 
 
-def test_parameters_are_cast_for_scoring_where_a_type_is_given():
+def test_parameters_are_cast_to_the_compute_dtype_for_scoring():
     def score(params, _batch):
         return params
 
@@ -252,7 +254,7 @@ def test_F7_the_ratio_is_one_right_after_sampling(dtype, bound):
         cache = prefill(policy, sampler, policy.make_cache(8, 40), prompt_rs[:, :-1], jnp.ones((8, 5), bool))
         rows = start_rows(cache, prompt_rs[:, -1], jax.random.split(jax.random.key(2), 8), jnp.full(8, 20))
         never = jnp.full((8, 1), -1, jnp.int32)
-        return decode(policy, sampler, rows, sampling(8, temperature=0.7), never, steps=20, banned=banned)[1]
+        return decode(policy, sampler, rows, make_sampling(8, temperature=0.7), never, steps=20, banned=banned)[1]
 
     sampled = jax.device_get(sample())
     chosen = np.arange(26) >= 6
@@ -265,8 +267,8 @@ def test_F7_the_ratio_is_one_right_after_sampling(dtype, bound):
 
     @jax.jit
     def far(temperature):
-        settings = {"temperature": temperature, "banned": banned, "compute_dtype": dtype, "watch": WATCH}
-        update = make_update(policy, PLAIN, OPTIMIZERS["sgd"], **settings)
+        settings = {"temperature": temperature, "banned": banned, "compute_dtype": dtype, "diagnostics": DIAGNOSTICS}
+        update = make_update(policy, PLAIN, OPTIMIZERS["sgd"], fg.UpdateSettings(**settings))
         return update(fresh(params), batch)[1]["log_ratio_max"]
 
     assert float(far(0.7)) < bound
@@ -301,10 +303,12 @@ def test_mini_batches_of_plain_layouts_split_no_trajectory(layout):
     check_mini_batches(batch_of(PLAIN, sampled_case(15)[1], layout), 4)
 
 
-def test_what_an_update_lacks_is_named():
+def test_missing_inputs_of_an_update_are_named():
     with pytest.raises(fg.BadInput, match="ppo needs a critic's values"):
         make_update(BIGRAMS, fg.ppo(beta=0.0), OPTIMIZERS["sgd"])
     params, trajectories = sampled_case(12)
     batch = rows_of(DPO, trajectories).replace(logp_ref=None)
     with pytest.raises(fg.BadInput, match=r"dpo needs Batch.logp_ref: score the batch first, or pass ref_params"):
-        jax.eval_shape(make_update(BIGRAMS, DPO, OPTIMIZERS["sgd"], **SETTINGS), fresh(params), batch)
+        jax.eval_shape(
+            make_update(BIGRAMS, DPO, OPTIMIZERS["sgd"], fg.UpdateSettings(**SETTINGS)), fresh(params), batch
+        )

@@ -16,7 +16,7 @@ def peer():
     transformers.utils.logging.disable_progress_bar()
 
     def randomise(named):
-        """Every weight random, so that no bias is zero and no norm one; logits spread enough to be told apart."""
+        """Make every weight random, so that no bias is 0 and no norm 1, and logits are spread widely."""
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, value in named:

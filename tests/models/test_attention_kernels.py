@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flowgrpo as fg
-from flowgrpo.models.attention import Sight, attend
-from flowgrpo.models.attention_kernels import KERNELS, attention_named, best, flash, splash
+from flowgrpo.models.attention import MaskSpec, attend
+from flowgrpo.models.attention_kernels import KERNELS, best_kernel, flash, get_kernel, splash
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.flash_attention import flash_rows
 from flowgrpo.models.splash_attention import splash_rows
@@ -40,11 +40,11 @@ def packed(lengths, seed: int = 0):
 
 @cache
 def compiled(name: str):
-    """The result of a way and its gradients, where only some of the queries count."""
+    """The output of an attention function and its gradients, if only some of the queries count."""
 
     def run(q, k, v, positions, segments, window, counts):
-        sight = Sight(positions, positions, segments, segments, window)
-        out, back = jax.vjp(lambda q, k, v: ROWS[name](q, k, v, sight, CONFIG), q, k, v)
+        mask = MaskSpec(positions, positions, segments, segments, window)
+        out, back = jax.vjp(lambda q, k, v: ROWS[name](q, k, v, mask, CONFIG), q, k, v)
         weight = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
         return out, *back(jnp.where(counts[:, None, :, None], weight, 0.0))
 
@@ -65,22 +65,22 @@ KERNEL = pytest.mark.parametrize("name", ["flash", "splash"])
 @given(st.lists(st.integers(1, 25), max_size=6), st.sampled_from([UNBOUNDED, 5]), st.integers(0, 3))
 def test_M2_a_kernel_is_the_plain_formula_on_any_packing(name, lengths, window, seed):
     row = packed(lengths, seed)
-    found, expected = (outcome(way, row, window) for way in (name, "attend"))
-    jax.tree.map(partial(np.testing.assert_allclose, atol=3e-6, rtol=0), found, expected)
-    for x in (found[0], *found[1:]):
-        assert not jnp.where(row[4][:, None, :, None] > 0, 0, x).any()  # padding is given nothing
+    actual, expected = (outcome(kernel, row, window) for kernel in (name, "attend"))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=3e-6, rtol=0), actual, expected)
+    for x in (actual[0], *actual[1:]):
+        assert not jnp.where(row[4][:, None, :, None] > 0, 0, x).any()  # padding has no gradient
 
 
 @pytest.mark.slow
 @KERNEL
 def test_F6_neither_padding_nor_other_segments_leak(name):
-    """Of rows whose second segment counts, NaN in padding and large numbers in the others change no bit."""
+    """If only the second segment counts, NaN in padding and large numbers in other segments change no bit."""
     row = packed([11, 17, 6])
     q, k, v, positions, segments = row
-    own, padding = (at[:, None, :, None] for at in (segments == 2, segments == 0))
+    segment_2, padding = (at[:, None, :, None] for at in (segments == 2, segments == 0))
 
     def spoil(x, large):
-        return jnp.where(own, x, jnp.where(padding, jnp.nan, large))
+        return jnp.where(segment_2, x, jnp.where(padding, jnp.nan, large))
 
     for window in (UNBOUNDED, 5):
         clean = outcome(name, row, window, segments == 2)
@@ -88,17 +88,19 @@ def test_F6_neither_padding_nor_other_segments_leak(name):
             spoilt = (spoil(q, 1e3), spoil(k, -1e3), spoil(v, 1e30), positions, segments)
             dirty = outcome(name, spoilt, window, segments == 2)
         for before, after in zip(clean, dirty, strict=True):
-            np.testing.assert_array_equal(jnp.where(own, before, 0), jnp.where(own, after, 0))
+            np.testing.assert_array_equal(jnp.where(segment_2, before, 0), jnp.where(segment_2, after, 0))
         for gradient in dirty[1:]:
-            assert not jnp.where(own, 0, gradient).any()
+            assert not jnp.where(segment_2, 0, gradient).any()
 
 
-@pytest.mark.parametrize(("way", "platform", "call"), [(flash, "cuda", "triton"), (splash, "tpu", "tpu_custom_call")])
-def test_programs_for_an_accelerator_hold_the_kernel_and_no_array_of_queries_by_keys(way, platform, call):
+@pytest.mark.parametrize(
+    ("kernel", "platform", "call"), [(flash, "cuda", "triton"), (splash, "tpu", "tpu_custom_call")]
+)
+def test_accelerator_programs_have_the_kernel_and_no_full_mask(kernel, platform, call):
     q, k, v, positions, segments = packed([30])
 
     def loss(q, k, v):
-        return way(q, k, v, Sight(positions, positions, segments, segments, jnp.int32(5)), CONFIG).sum()
+        return kernel(q, k, v, MaskSpec(positions, positions, segments, segments, jnp.int32(5)), CONFIG).sum()
 
     of_float32 = jax.jit(loss).trace(q, k, v).lower(lowering_platforms=(platform,)).as_text()
     assert call not in of_float32  # which keeps to the plain formula
@@ -110,9 +112,9 @@ def test_programs_for_an_accelerator_hold_the_kernel_and_no_array_of_queries_by_
     assert "256x256x" not in text  # with what a row is filled up
 
 
-def test_the_best_way_is_that_of_the_platform():
-    assert [best(name) for name in ("cpu", "tpu", "cuda", "gpu")] == [attend, splash, flash, flash]
-    assert attention_named("auto") is best(jax.default_backend())
-    assert attention_named("splash") is KERNELS["splash"] is splash
+def test_best_kernel_is_that_of_the_platform():
+    assert [best_kernel(name) for name in ("cpu", "tpu", "cuda", "gpu")] == [attend, splash, flash, flash]
+    assert get_kernel("auto") is best_kernel(jax.default_backend())
+    assert get_kernel("splash") is KERNELS["splash"] is splash
     with pytest.raises(fg.BadInput, match=r"attention is 'fast'; give one of auto, plain, splash, flash"):
-        attention_named("fast")
+        get_kernel("fast")

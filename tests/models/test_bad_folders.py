@@ -29,7 +29,7 @@ def folder(tmp_path):
 def refused(folder, **settings) -> str:
     """The one sentence with which a folder is refused."""
     with pytest.raises(BadInput) as caught:
-        load_model(folder, text=False, **settings)
+        load_model(folder, tokenizer=False, **settings)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -42,8 +42,8 @@ def change(folder, **fields) -> None:
 
 def retensor(folder, tensors) -> None:
     """Replace tensors of the folder's weights by name; None takes one away."""
-    held = load_file(folder / WEIGHTS) | tensors
-    save_file({name: value for name, value in held.items() if value is not None}, folder / WEIGHTS)
+    stored = load_file(folder / WEIGHTS) | tensors
+    save_file({name: value for name, value in stored.items() if value is not None}, folder / WEIGHTS)
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at/all", "./missing", "missing"])
@@ -64,7 +64,7 @@ def test_a_missing_folder(path):
     ],
 )
 def test_a_file_that_is_missing_or_can_not_be_read(folder, name, content, words):
-    """`content` may be a number of bytes that are left of the weights, of which there are none otherwise."""
+    """`content` is the file's, or the number of bytes to cut the weights to; otherwise there are no weights."""
     weights = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).unlink()
     if isinstance(content, int):
@@ -91,7 +91,7 @@ def make_link(path, target) -> None:
 
 
 def move_out(path) -> None:
-    """The file beside its folder, and a link to it in its place."""
+    """Move the file next to its folder, and put a link to it in its place."""
     make_link(path, path.rename(path.parent.parent / f"outside-{path.name}"))
 
 
@@ -106,7 +106,7 @@ def move_out(path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", WEIGHTS, "tokenizer.json", "chat_template.jinja"])
-def test_a_file_that_is_a_pipe_a_device_or_a_link_out(folder, name, change_file, words):
+def test_pipes_devices_and_links_out_of_the_folder_are_refused(folder, name, change_file, words):
     if not (folder / name).exists():
         (folder / name).write_text("{}")
     change_file(folder / name)
@@ -122,7 +122,7 @@ def test_files_of_the_hubs_cache_are_links_to_its_blobs(folder, tmp_path):
     for name in ("config.json", WEIGHTS):
         (folder / name).rename(blobs / f"sha-{name}")
         (snapshot / name).symlink_to(f"../../blobs/sha-{name}")
-    assert load_model(snapshot, text=False).config.num_layers == 2
+    assert load_model(snapshot, tokenizer=False).config.num_layers == 2
     make_link(snapshot / "config.json", "../../../elsewhere.json")
     (tmp_path / "elsewhere.json").write_text("{}")
     assert "leads out of its folder" in refused(snapshot)
@@ -160,7 +160,7 @@ def two_norms(header: str) -> str:
 
 
 def overlapping(header: str) -> str:
-    """A safetensors header of which two tensors share bytes."""
+    """A safetensors header in which two tensors share bytes."""
     tensors = json.loads(header)
     tensors["model.norm.weight"]["data_offsets"] = [0, 192]
     return json.dumps(tensors)
@@ -229,7 +229,7 @@ def test_an_absent_shard(folder):
         ({"layer_types": ["full_attention"] * 10**5}, "layer_types has 100000 entries"),
         (CASES["mistral window"] | {"sliding_window": -1}, "sliding_window"),
         (CASES["gemma2"] | {"attn_logit_softcapping": NAN}, "attn_logit_softcapping is nan"),
-        (CASES["gemma2"] | {"query_pre_attn_scalar": 0}, "no sense together"),
+        (CASES["gemma2"] | {"query_pre_attn_scalar": 0}, "do not fit together"),
         *[({"architectures": named}, "architectures is") for named in (7, [[1]])],
         ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 7}, "text_config is 7"),
         (
@@ -280,11 +280,11 @@ def test_ten_wrong_tensors_are_listed_and_the_rest_counted(folder):
     assert message.endswith("; and 8 more")
 
 
-def test_an_unembedding_is_passed_over_where_it_is_tied_and_missed_where_it_is_not(folder):
-    before = load_model(folder, text=False).params
+def test_unembedding_is_ignored_if_tied_and_required_otherwise(folder):
+    before = load_model(folder, tokenizer=False).params
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)}
     retensor(folder, old | {"lm_head.weight": np.zeros((131, 48), np.float32)})
-    after = load_model(folder, text=False).params
+    after = load_model(folder, tokenizer=False).params
     assert all(jnp.array_equal(after[name], value) for name, value in before.items())
     change(folder, tie_word_embeddings=False)
     retensor(folder, {"lm_head.weight": None})
@@ -296,7 +296,7 @@ def test_a_dtype_that_holds_no_parameters(folder, dtype):
     assert "can't hold parameters; choose one of float32, bfloat16, float16" in refused(folder, dtype=dtype)
 
 
-def test_what_can_not_be_written_leaves_everything_as_it_was(tmp_path):
+def test_a_refused_write_changes_nothing(tmp_path):
     model = random_model("llama")
     params = {name: value for name, value in model.params.items() if name != "norm"}
     params |= {"more": model.params["norm"], "embed": model.params["embed"][1:]}

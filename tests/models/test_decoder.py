@@ -33,16 +33,16 @@ def forward(config, tokens_rs=TOKENS_RS, positions_rs=IN_ORDER_RS, segments_rs=W
     return np.asarray(apply(config)(random_params(config), tokens_rs, positions_rs, segments_rs)[0])
 
 
-def deal(lengths, width, random):
+def ragged_chunks(lengths, width, random):
     """The tokens of ragged rows in chunks [r width]: each row gives some of its next ones, with padding between."""
-    given = [0] * ROWS
-    while given != list(lengths):
+    count_r = [0] * ROWS
+    while count_r != list(lengths):
         tokens_rs, segments_rs = random.integers(0, 90, (ROWS, width)), np.zeros((ROWS, width), int)
         for r, length in enumerate(lengths):
-            places = np.flatnonzero(random.random(width) < 0.7)[: length - given[r]]
-            tokens_rs[r, places] = TOKENS_RS[r, given[r] : given[r] + len(places)]
-            segments_rs[r, places] = 1
-            given[r] += len(places)
+            columns = np.flatnonzero(random.random(width) < 0.7)[: length - count_r[r]]
+            tokens_rs[r, columns] = TOKENS_RS[r, count_r[r] : count_r[r] + len(columns)]
+            segments_rs[r, columns] = 1
+            count_r[r] += len(columns)
         yield tokens_rs.astype(np.int32), segments_rs.astype(np.int32)
 
 
@@ -57,7 +57,7 @@ def test_M2_cached_decoding_equals_the_full_forward(name, width, slots, unroll, 
     Layers are stacked, or each has parameters and a cache of its own, and there blocks may be arrays or be looped over.
     """
     monkeypatch.setattr(kv_cache, "BLOCK", block)
-    config, lengths, found = CONFIGS[name], (19, 1, 7, 12), [[] for _ in range(ROWS)]
+    config, lengths, actual = CONFIGS[name], (19, 1, 7, 12), [[] for _ in range(ROWS)]
     policy = make_policy(config, unroll=unroll)
     params, cache = random_params(config), policy.make_cache(ROWS, slots)
     keys, values = jax.tree.map(lambda x: x + 1e30, (cache.keys, cache.values))
@@ -67,13 +67,13 @@ def test_M2_cached_decoding_equals_the_full_forward(name, width, slots, unroll, 
     def apply(params, *given):
         return policy.apply(params if policy.unstack_layers is None else policy.unstack_layers(params), *given)
 
-    for chunk_rs, segments_rs in deal(lengths, width, np.random.default_rng(0)):
+    for chunk_rs, segments_rs in ragged_chunks(lengths, width, np.random.default_rng(0)):
         logits, cache = apply(params, chunk_rs, None, segments_rs, cache)
         for r in range(ROWS):
-            found[r].extend(np.asarray(logits[r])[segments_rs[r] > 0])
+            actual[r].extend(np.asarray(logits[r])[segments_rs[r] > 0])
     assert cache.next.tolist() == list(lengths)
     for r, n in enumerate(lengths):
-        np.testing.assert_allclose(found[r], forward(config)[r, :n], **TOLERANCE)
+        np.testing.assert_allclose(actual[r], forward(config)[r, :n], **TOLERANCE)
     logits, after = apply(params, chunk_rs, None, 0 * segments_rs, cache)
     assert not np.any(logits)
     jax.tree.map(np.testing.assert_array_equal, after, cache)
@@ -94,7 +94,7 @@ def test_M2_packed_rows_equal_separate_ones(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_M2_causality_and_isolation_by_gradient(name):
-    """Find which position depends on which, by the gradient of its hidden state: exact zeros where it does not."""
+    """Which position depends on which, by the gradient of its hidden state; exact zeros if it does not."""
     config, segments_s = CONFIGS[name], np.array([1, 1, 1, 1, 1, 1, 0, 2, 2, 2, 2, 0], np.int32)
     policy, params, s = make_policy(config), random_params(config), np.arange(12, dtype=np.int32)
 
@@ -106,17 +106,17 @@ def test_M2_causality_and_isolation_by_gradient(name):
 
     weights = np.random.default_rng(0).normal(size=(12, 1, config.d)) * np.eye(12)[:, :, None]
     # One at a time and not under vmap: XLA of jaxlib 0.10.2 on CPUs gets some batched reductions wrong.
-    found = jax.jit(partial(jax.lax.map, pulled_back))(jnp.asarray(weights, jnp.float32))
+    actual = jax.jit(partial(jax.lax.map, pulled_back))(jnp.asarray(weights, jnp.float32))
     reach = sum(12 if window is None else window - 1 for window in config.windows)
     same, distance = (segments_s[:, None] == segments_s[None]) & (segments_s[:, None] > 0), s[:, None] - s[None]
-    np.testing.assert_array_equal(np.asarray(found) > 0, same & (distance >= 0) & (distance <= reach))
+    np.testing.assert_array_equal(np.asarray(actual) > 0, same & (distance >= 0) & (distance <= reach))
 
 
-def test_who_sees_whom_by_hand():
+def test_attention_mask_worked_by_hand():
     positions, segments = jnp.array([[0, 1, 2, 0, 0]]), jnp.array([[1, 1, 1, 2, 0]])
-    seen = visible(positions, positions, segments, segments, 2)[0]
+    visible_pairs = visible(positions, positions, segments, segments, 2)[0]
     expected = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]
-    np.testing.assert_array_equal(seen, np.array(expected, bool))
+    np.testing.assert_array_equal(visible_pairs, np.array(expected, bool))
 
 
 UNTIED = replace(FULL, tied=False)
@@ -136,11 +136,11 @@ def slopes(**settings):
 
 
 @pytest.mark.usefixtures("nan_allowed")
-def test_a_poisoned_embedding_of_padding_reaches_nothing_and_every_parameter_has_a_gradient():
+def test_padding_never_leaks_and_every_parameter_has_a_gradient():
     params, tokens_rs = random_params(UNTIED), np.where(PADDED_RS > 0, TOKENS_RS, 96)
     poisoned = params | {"embed": params["embed"].at[96].set(jnp.nan)}
-    found, expected = (slopes()(values, tokens_rs, PADDED_RS) for values in (poisoned, params))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    actual, expected = (slopes()(values, tokens_rs, PADDED_RS) for values in (poisoned, params))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
     for name, value in expected[1].items():
         by_layer = np.abs(value).reshape(len(value) if parameters(UNTIED)[name].axes[0] == "n" else 1, -1)
         assert np.all(by_layer.max(1) > 1e-6), name
@@ -157,9 +157,9 @@ def test_half_precision_stays_near_and_keeps_its_type(dtype):
     policy, narrow = make_policy(FULL, dtype=dtype), random_params(FULL, dtype=dtype)
     hidden, cache = jax.jit(policy.hidden)(narrow, TOKENS_RS, cache=policy.make_cache(ROWS, LENGTH))
     assert (hidden.dtype, cache.keys.dtype) == (dtype, dtype)
-    found, expected = policy.unembed(narrow, hidden), forward(FULL)
-    assert found.dtype == jnp.float32
-    assert np.abs(found - expected).mean() < 0.05 * np.abs(expected).mean() + 0.02
+    actual, expected = policy.unembed(narrow, hidden), forward(FULL)
+    assert actual.dtype == jnp.float32
+    assert np.abs(actual - expected).mean() < 0.05 * np.abs(expected).mean() + 0.02
 
 
 def test_a_7b_shape_lowers():
@@ -175,7 +175,7 @@ def test_a_7b_shape_lowers():
 
 
 @pytest.mark.parametrize("terms", [96, 2048])
-def test_F7_bits_of_a_long_sum_do_not_depend_on_the_number_of_rows(terms):
+def test_F7_bits_of_a_long_sum_do_not_depend_on_rows(terms):
     random = np.random.default_rng(0)
     x, w = (random.normal(size=shape).astype(np.float32) for shape in [(200, terms), (terms, 64)])
     whole = jax.jit(product)(x, w)
@@ -185,9 +185,9 @@ def test_F7_bits_of_a_long_sum_do_not_depend_on_the_number_of_rows(terms):
 
 
 @pytest.mark.parametrize("wanted", [0, 1])
-def test_the_gradient_of_a_divided_product_is_that_of_a_whole_one(wanted):
+def test_gradient_of_a_split_product_equals_the_whole_ones(wanted):
     random = np.random.default_rng(0)
     x, w = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in [(5, 400), (400, 7)])
-    found = jax.jit(jax.grad(lambda x, w: jnp.sin(product(x, w)).sum(), argnums=wanted))(x, w)
+    actual = jax.jit(jax.grad(lambda x, w: jnp.sin(product(x, w)).sum(), argnums=wanted))(x, w)
     d_out = np.cos(np.asarray(x) @ np.asarray(w))
-    np.testing.assert_allclose(found, (d_out @ np.asarray(w).T, np.asarray(x).T @ d_out)[wanted], atol=1e-4)
+    np.testing.assert_allclose(actual, (d_out @ np.asarray(w).T, np.asarray(x).T @ d_out)[wanted], atol=1e-4)

@@ -23,9 +23,9 @@ from tokenizers import models as tokenizer_models
 
 import flowgrpo as fg
 from flowgrpo.data.gguf_file import read_header
-from flowgrpo.data.gguf_tokenizer import CUTS, build_tokenizer
-from flowgrpo.data.gguf_vocabulary import vocabulary
-from flowgrpo.data.tokenizer import start
+from flowgrpo.data.gguf_tokenizer import WORD_PATTERNS, build_tokenizer
+from flowgrpo.data.gguf_vocabulary import tokenizer_metadata
+from flowgrpo.data.tokenizer import start_conversation
 from flowgrpo.models.config import rope_frequencies
 from flowgrpo.models.decoder import matrices
 from flowgrpo.models.gguf_export import TENSOR_TYPES, save_gguf_folder
@@ -44,7 +44,7 @@ def bits(model) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_M5_a_file_reads_back_as_the_model_that_was_written(name, tmp_path):
+def test_M5_a_file_reads_back_as_the_written_model(name, tmp_path):
     """M5: parameters bit for bit in float32, the same tokens, the same shape, by our own reader."""
     model = tiny_model(name)
     fg.save_gguf(tmp_path / "x.gguf", model, tensor_type="f32", name="tiny")
@@ -56,11 +56,11 @@ def test_M5_a_file_reads_back_as_the_model_that_was_written(name, tmp_path):
         shift = model.config.norm_offset if parameter.endswith("norm") else 0.0  # stored as 1 + w, which rounds
         off = np.abs(np.asarray(again.params[parameter]) - np.asarray(written)).max()
         assert off <= (1.2e-7 if shift else 0.0), parameter
-    ours, theirs = model.text, again.text
+    ours, theirs = model.tokenizer, again.tokenizer
     assert [theirs.encode(text) for text in TEXTS] == [ours.encode(text) for text in TEXTS]
     assert [theirs.decode(ours.encode(text)) for text in TEXTS] == [ours.decode(ours.encode(text)) for text in TEXTS]
     messages = [{"role": "user", "content": "the number?"}]
-    assert start(theirs, messages) == start(ours, messages)
+    assert start_conversation(theirs, messages) == start_conversation(ours, messages)
     assert theirs.stop_ids == ours.stop_ids
     assert read_header(tmp_path / "x.gguf").metadata["general.name"] == "tiny"
 
@@ -74,7 +74,7 @@ def test_M5_other_types_round_as_they_say(tmp_path):
         stored = {tensor.kind.name.lower() for name, tensor in file.tensors.items() if len(tensor.shape) > 1}
         assert stored == {tensor_type}
         assert {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) == 1} == {"F32"}
-        again = load_model(tmp_path / "x.gguf", text=False)
+        again = load_model(tmp_path / "x.gguf", tokenizer=False)
         for parameter in ("q", "down", "embed", "norm", "q_bias"):
             written, read = (np.asarray(each.params[parameter]) for each in (model, again))
             largest = np.abs(written).max()
@@ -94,23 +94,23 @@ def test_rows_that_blocks_do_not_fill_are_float16(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["smollm", "qwen2", "llama-bpe", "tekken", "default", "gpt-2"])
-def test_the_rule_that_cuts_words_is_found_by_what_it_does(name):
+def test_the_pretokenizer_is_identified_by_its_behaviour(name):
     backend = cut_tokenizer(name)
     backend.model.ignore_merges = name in ("llama-bpe", "tekken")
     text = text_of(fast(backend, STYLES["qwen2.5"], None))
-    assert vocabulary(text, 400)["tokenizer.ggml.pre"] == name
+    assert tokenizer_metadata(text, 400)["tokenizer.ggml.pre"] == name
 
 
 def test_published_forms_of_the_rules_are_found():
     digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
-    folded = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)" + CUTS["qwen2"][0].partition(")")[2]
+    folded = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)" + WORD_PATTERNS["qwen2"][0].partition(")")[2]
     qwen = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(folded), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
     for rule, name in ((digits, "smollm"), (qwen, "qwen2"), (pre_tokenizers.ByteLevel(False), "gpt-2")):
         backend = byte_level()
         backend.pre_tokenizer = rule
-        words = vocabulary(text_of(fast(backend, STYLES["qwen2.5"], None)), 400)
+        words = tokenizer_metadata(text_of(fast(backend, STYLES["qwen2.5"], None)), 400)
         assert words["tokenizer.ggml.pre"] == name
         assert words["tokenizer.ggml.tokens"][-1] == "[PAD399]"
 
@@ -122,7 +122,7 @@ def test_M5_sentencepiece_is_read_back_from_its_scores(prefix):
     if prefix:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), backend.normalizer])
     tokenizer = fast(backend, STYLES["mistral"], None, unk_token="<unk>")
-    words = vocabulary(text_of(tokenizer), 400)
+    words = tokenizer_metadata(text_of(tokenizer), 400)
     assert words["tokenizer.ggml.add_space_prefix"] is prefix
     again = build_tokenizer(Path("x.gguf"), words)
     for text in [*TEXTS, "x [INST] y</s>", " a"]:
@@ -155,18 +155,18 @@ NO_FORM = [
 def test_a_tokenizer_without_a_form_is_one_sentence(make, why):
     text = text_of(fast(make(), STYLES["qwen2.5"], None))
     with pytest.raises(BadInput, match=f"the tokenizer of tiny .*{why}.*: export it as a folder"):
-        vocabulary(text, 400)
+        tokenizer_metadata(text, 400)
 
 
 def test_sentencepiece_that_splits_or_lacks_bytes_is_one_sentence():
     split = sentencepiece()
     split.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     with pytest.raises(BadInput, match="splits text before it merges"):
-        vocabulary(text_of(fast(split, STYLES["gemma"], None)), 400)
+        tokenizer_metadata(text_of(fast(split, STYLES["gemma"], None)), 400)
     state = json.loads(sentencepiece().to_str())
     state["model"]["vocab"] = {token.replace("<0x41>", "<>"): i for token, i in state["model"]["vocab"].items()}
     with pytest.raises(BadInput, match="has no token <0x41>"):
-        vocabulary(text_of(fast(Tokenizer.from_str(json.dumps(state)), STYLES["gemma"], None)), 400)
+        tokenizer_metadata(text_of(fast(Tokenizer.from_str(json.dumps(state)), STYLES["gemma"], None)), 400)
 
 
 # The folder ---------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_a_folder_has_a_modelfile_and_is_replaced_whole(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [4096, 120_000])  # within the metadata, and within the tensors
-def test_nothing_is_lost_where_there_is_no_room(tmp_path, limit):
+def test_a_full_disk_keeps_the_old_file(tmp_path, limit):
     model, place = tiny_model("qwen2"), tmp_path / "x.gguf"
     fg.save_gguf(place, model)
     before = place.read_bytes()
@@ -216,8 +216,8 @@ def test_what_can_not_be_written_is_one_sentence(tmp_path):
 
     assert tuple(TENSOR_TYPES) == GGUF_TYPES
     refuse("not written as 'q4_k': choose one of f16, bf16, f32, q8_0", tensor_type="q4_k")
-    refuse("type olmo2 has no name in GGUF: choose a llama, qwen2", model._replace(source={"model_type": "olmo2"}))
-    refuse("a model without a tokenizer", model._replace(text=None))
+    refuse("type olmo2 has no name in GGUF: choose a llama, qwen2", model._replace(hf_config={"model_type": "olmo2"}))
+    refuse("a model without a tokenizer", model._replace(tokenizer=None))
     refuse("holds numbers too large for f16: choose bf16", model._replace(params={**params, "q": params["q"] * 1e6}))
     missing = np.full(64, np.nan, np.float32)
     refuse("parameter norm holds NaN or infinity", model._replace(params={**params, "norm": missing}))
@@ -254,11 +254,11 @@ def real(name: str):
 
 
 def prompts_of(model) -> list[list[int]]:
-    if not model.text.tokenizer.chat_template:  # of a base model
-        bos = model.text.tokenizer.bos_token_id
-        return [[bos, *model.text.encode("The capital of France is")]]
+    if not model.tokenizer.hf_tokenizer.chat_template:  # of a base model
+        bos = model.tokenizer.hf_tokenizer.bos_token_id
+        return [[bos, *model.tokenizer.encode("The capital of France is")]]
     ask = "What is the capital of France?"
-    return [list(start(model.text, [{"role": "user", "content": ask}]).tokens)]
+    return [list(start_conversation(model.tokenizer, [{"role": "user", "content": ask}]).tokens)]
 
 
 def model_of(name: str):
@@ -277,7 +277,7 @@ def test_M5_transformers_opens_the_export_and_answers_alike(name, tmp_path):
     peer = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="x.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
-    peer.generation_config.eos_token_id = None  # goes on to the end
+    peer.generation_config.eos_token_id = None  # never stops early
     for prompt in prompts_of(model):
         with torch.no_grad():
             theirs = peer(torch.tensor([prompt])).logits[0, -1].numpy()
@@ -308,7 +308,7 @@ def test_M5_llama_cpp_opens_the_export_and_answers_alike(name, tensor_type, tmp_
     )
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = json.loads(done.stdout)
-    assert theirs["tokens"] == [model.text.encode(text) for text in TEXTS[:-1]]
+    assert theirs["tokens"] == [model.tokenizer.encode(text) for text in TEXTS[:-1]]
     for prompt, logits, answer in zip(prompts, theirs["logits"], theirs["answers"], strict=True):
         first, ours = forward(rounded, prompt, answer)
         print(name, tensor_type, "largest difference of logits", np.abs(np.asarray(logits) - first).max())

@@ -13,8 +13,8 @@ from gguf_cases import CASES, gguf_model, write_gguf
 from gguf_models import packaged
 from gguf_strings import make_strings
 
-from flowgrpo.data.named_models import NAMED
-from flowgrpo.data.tokenizer import load_text
+from flowgrpo.data.named_models import NAMED_MODELS
+from flowgrpo.data.tokenizer import load_tokenizer
 from flowgrpo.models import hf
 
 pytestmark = [
@@ -27,7 +27,7 @@ SAME = ("llama", "qwen2", "qwen3", "gemma2, as published", "gemma3, as published
 
 def compare(peer, file: Path, tokens: np.ndarray) -> float:
     """The largest absolute difference between logits of ours and of transformers, which loads the file itself."""
-    model = hf.load_model(file, text=False)
+    model = hf.load_model(file, tokenizer=False)
     ours = np.asarray(jax.jit(model.policy.apply)(model.params, jnp.asarray(tokens))[0])
     del model
     quantised = peer.hf.GgufConfig(dequantize=True)
@@ -53,10 +53,10 @@ def test_M5_logits_of_random_models(peer, tmp_path, name, kind):
     assert compare(peer, file, tokens) <= 1e-4
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", NAMED_MODELS)
 def test_M5_logits_of_real_models(peer, name):
     file = packaged(name)
-    tokens = np.asarray([load_text(file).encode("The capital of France is Paris, and 17 + 25 = 42.\n\n" * 2)])
+    tokens = np.asarray([load_tokenizer(file).encode("The capital of France is Paris, and 17 + 25 = 42.\n\n" * 2)])
     assert compare(peer, file, tokens) <= 1e-4
 
 
@@ -64,7 +64,7 @@ def test_M5_token_ids_of_gemma_equal_those_of_transformers(peer):
     """For SmolLM2 transformers cuts words by GPT-2's rule, which is not its own; there llama.cpp was compared with."""
     file, strings = packaged("gemma3"), make_strings(2000)
     theirs = peer.hf.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    ours = load_text(file)
+    ours = load_tokenizer(file)
     for string in strings:
         assert ours.encode(string) == theirs.encode(string, add_special_tokens=False), string
-        assert ours.tokenizer.encode(string)[0] == theirs.bos_token_id
+        assert ours.hf_tokenizer.encode(string)[0] == theirs.bos_token_id

@@ -16,14 +16,14 @@ from transformers import PreTrainedTokenizerFast
 
 from flowgrpo.models import image_files
 from flowgrpo.models.image_files import (
-    Preparation,
+    ImagePreprocessing,
     centre_crop,
     load_image_text,
     make_score_pairs,
-    prepare,
+    parse_preprocessing,
+    preprocess,
     probability,
     read_image_text_config,
-    read_preparation,
     resize,
 )
 from flowgrpo.models.image_text import (
@@ -35,7 +35,7 @@ from flowgrpo.models.image_text import (
     text_embeddings,
 )
 from flowgrpo.rewards.vision.boxes import picture_score
-from flowgrpo.rewards.vision.drawing import make_drawings, oracle, picture_of
+from flowgrpo.rewards.vision.drawing import gold_commands, make_drawings, picture_of
 from flowgrpo.types import BadInput
 
 VISION = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -45,17 +45,17 @@ WORDS |= {"vocab_size": 320, "max_position_embeddings": 12, "bos_token_id": 300,
 GELU = {"hidden_act": "gelu", "layer_norm_eps": 1e-3}
 
 
-def made(kind, vision, text, **more):
+def make_source(kind, vision, text, **more):
     """A config.json."""
     return {"model_type": kind, "vision_config": VISION | vision, "text_config": WORDS | text, **more}
 
 
 CASES = {
-    "clip": made("clip", {}, {}, projection_dim=20),
-    "clip gelu, uneven patches": made("clip", GELU | {"image_size": 30}, GELU, projection_dim=16),
-    "clip with the old end token": made("clip", {}, {"eos_token_id": 2, "vocab_size": 302}, projection_dim=20),
-    "siglip": made("siglip", {}, {"projection_size": 24}),
-    "siglip, one patch a side more": made("siglip", {"image_size": 35}, GELU | {"projection_size": 24}),
+    "clip": make_source("clip", {}, {}, projection_dim=20),
+    "clip gelu, uneven patches": make_source("clip", GELU | {"image_size": 30}, GELU, projection_dim=16),
+    "clip with the old end token": make_source("clip", {}, {"eos_token_id": 2, "vocab_size": 302}, projection_dim=20),
+    "siglip": make_source("siglip", {}, {"projection_size": 24}),
+    "siglip, one patch a side more": make_source("siglip", {"image_size": 35}, GELU | {"projection_size": 24}),
 }
 PREPROCESSOR = {"resample": 3, "rescale_factor": 1 / 255, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.3, 0.2, 0.25]}
 
@@ -81,7 +81,7 @@ def pixels_of(config):
 
 
 def random_params(config):
-    """Parameters none of which is zero or one."""
+    """Random parameters, none of which is 0 or 1."""
     random, params = np.random.default_rng(0), {}
     for name, parameter in image_text_parameters(config).items():
         layers = layers_of(parameter, config)
@@ -92,14 +92,14 @@ def random_params(config):
 
 
 def write(folder, source, **extra):
-    """A folder as it is published, with tensors under their names there."""
+    """Write a folder as it is published, with the tensor names of transformers."""
     config = read_image_text_config(source)
     params, tensors = random_params(config), {}
     for name, parameter in image_text_parameters(config).items():
         layers, value = layers_of(parameter, config), np.asarray(params[name])
-        for n, one in enumerate(value if layers is not None else [value]):
-            whole = one.T if parameter.transposed else one
-            tensors[parameter.file.format(n=n)] = np.ascontiguousarray(whole).reshape(parameter.file_shape)
+        for n, layer_value in enumerate(value if layers is not None else [value]):
+            tensor = layer_value.T if parameter.transposed else layer_value
+            tensors[parameter.file.format(n=n)] = np.ascontiguousarray(tensor).reshape(parameter.file_shape)
     save_file(tensors | extra, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(source))
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor(source)))
@@ -154,13 +154,13 @@ def test_scores_are_scaled_cosines_and_no_example_sees_another(name):
 
 
 @pytest.mark.parametrize("name", ["clip", "siglip"])
-def test_every_tensor_of_a_folder_is_read_where_it_belongs(tmp_path, name):
-    """Beside a buffer of old folders, and where the scale is a list of one number."""
+def test_every_tensor_of_a_folder_becomes_its_parameter(tmp_path, name):
+    """Also with a buffer of old folders, and with the scale as a list of one number."""
     old = {"text_model.embeddings.position_ids": np.arange(12)[None], "logit_scale": np.array([2.0], np.float32)}
     config, params = write(tmp_path, CASES[name], **old)
     params["scale"] = jnp.float32(2.0)
     for dtype in ("float32", "bfloat16"):
-        loaded = load_image_text(tmp_path, text=False, dtype=dtype)
+        loaded = load_image_text(tmp_path, tokenizer=False, dtype=dtype)
         assert (loaded.config, {value.dtype.name for value in loaded.params.values()}) == (config, {dtype})
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype(x.dtype)), loaded.params, params)
     shapes = jax.eval_shape(partial(init_params, config), jax.random.key(0))
@@ -204,16 +204,16 @@ def test_folders_that_cant_be_read_are_refused_with_one_sentence(tmp_path, file,
     write(tmp_path, CASES["clip"])
     change(tmp_path, file, changes)
     with pytest.raises(BadInput, match=message):
-        load_image_text(tmp_path, text=False)
+        load_image_text(tmp_path, tokenizer=False)
 
 
-def test_a_missing_preprocessor_config_is_named_and_a_new_one_is_found(tmp_path):
+def test_preprocessor_config_missing_or_in_processor_config(tmp_path):
     write(tmp_path, CASES["clip"])
     (tmp_path / PREPARATION).unlink()
     with pytest.raises(BadInput, match=r"preprocessor_config\.json"):
-        load_image_text(tmp_path, text=False)
+        load_image_text(tmp_path, tokenizer=False)
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": preprocessor(CASES["clip"])}))
-    assert load_image_text(tmp_path, text=False).prepare(IMAGES[0]).shape == (3, 28, 28)
+    assert load_image_text(tmp_path, tokenizer=False).preprocess(IMAGES[0]).shape == (3, 28, 28)
 
 
 # Pairs ------------------------------------------------------------------------------------------------
@@ -233,25 +233,25 @@ IMAGES = [np.random.default_rng(i).integers(0, 256, (30 + i, 50 - i, 3)).astype(
 TEXTS = ["the capital", "a line", "the number of the line is long, long, long, and longer"]
 
 
-def test_pairs_are_scored_in_one_shape_with_the_values_of_the_whole_as_the_vision_rewards_want(pairs):
-    loaded, found = pairs.loaded, pairs.score(IMAGES, TEXTS)
-    pixels, tokens = np.stack([loaded.prepare(image) for image in IMAGES]), loaded.encode([*TEXTS, "", "a"])
+def test_score_pairs_equals_scores_of_all_pairs_in_one_compiled_shape(pairs):
+    loaded, actual = pairs.loaded, pairs.score(IMAGES, TEXTS)
+    pixels, tokens = np.stack([loaded.preprocess(image) for image in IMAGES]), loaded.encode([*TEXTS, "", "a"])
     scores = np.diag(everything(loaded.config)(loaded.params, pixels, tokens)[2])
-    np.testing.assert_allclose(as_scores(loaded.params, jnp.asarray(found)), scores, atol=1e-5)
-    np.testing.assert_allclose(probability(loaded.params, jnp.asarray(found)), 1 / (1 + np.exp(-scores)), atol=1e-5)
-    np.testing.assert_array_equal(pairs.score(IMAGES[2:], TEXTS[2:]), found[2:])
+    np.testing.assert_allclose(as_scores(loaded.params, jnp.asarray(actual)), scores, atol=1e-5)
+    np.testing.assert_allclose(probability(loaded.params, jnp.asarray(actual)), 1 / (1 + np.exp(-scores)), atol=1e-5)
+    np.testing.assert_array_equal(pairs.score(IMAGES[2:], TEXTS[2:]), actual[2:])
     assert pairs.score([], []).shape == (0,)
     (task,) = make_drawings(0, 1)
-    (drawn,) = picture_score(pairs.score, picture_of).many([task], [oracle(task)])
-    assert drawn.value == pytest.approx(pairs.score([picture_of(oracle(task))], [task.query])[0])
+    (drawn,) = picture_score(pairs.score, picture_of).score_all([task], [gold_commands(task)])
+    assert drawn.value == pytest.approx(pairs.score([picture_of(gold_commands(task))], [task.query])[0])
 
 
-def test_an_end_token_within_a_text_does_not_end_it_and_must_be_the_models(pairs, tmp_path):
+def test_end_tokens_within_a_text_are_removed_and_ids_must_match(pairs, tmp_path):
     tokens = pairs.loaded.encode(["a<end>b", "<en<end>d>", "\ud800", "x" * 10_000_000])
     assert ((tokens == pairs.end).sum(axis=1) == 1).all()
     assert tokens.shape == (4, 12)
     for eos, refusal in ((pairs.end, nullcontext()), (5, pytest.raises(BadInput, match="without id 5"))):
-        write(tmp_path, made("clip", {}, {"eos_token_id": eos}, projection_dim=20))
+        write(tmp_path, make_source("clip", {}, {"eos_token_id": eos}, projection_dim=20))
         write_tokenizer(tmp_path)
         with refusal:
             load_image_text(tmp_path).encode(["a line"])
@@ -260,26 +260,26 @@ def test_an_end_token_within_a_text_does_not_end_it_and_must_be_the_models(pairs
 # Pixels -----------------------------------------------------------------------------------------------
 
 
-def test_a_preparation_by_hand_with_black_around_a_small_image():
+def test_preprocessing_worked_by_hand_with_a_black_border():
     image = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
-    found = prepare(image, preparation=Preparation(None, 3, (2, 2), 0.5, (1.0, 2.0, 3.0), (2.0, 4.0, 8.0)))
+    actual = preprocess(image, settings=ImagePreprocessing(None, 3, (2, 2), 0.5, (1.0, 2.0, 3.0), (2.0, 4.0, 8.0)))
     expected = (image[1:3, 2:4] * 0.5 - np.array([1, 2, 3])) / np.array([2, 4, 8])
-    np.testing.assert_allclose(found, expected.transpose(2, 0, 1), rtol=1e-6)
-    assert found.dtype == np.float32
-    found = centre_crop(np.full((1, 5, 3), 9, np.uint8), (4, 2))
-    assert found[..., 0].tolist() == [[0, 0], [0, 0], [9, 9], [0, 0]]
+    np.testing.assert_allclose(actual, expected.transpose(2, 0, 1), rtol=1e-6)
+    assert actual.dtype == np.float32
+    actual = centre_crop(np.full((1, 5, 3), 9, np.uint8), (4, 2))
+    assert actual[..., 0].tolist() == [[0, 0], [0, 0], [9, 9], [0, 0]]
 
 
-def test_what_is_no_image_is_refused(pairs):
+def test_arrays_that_are_no_images_are_refused(pairs):
     loaded = pairs.loaded
     for image in (np.zeros((3, 3), np.uint8), np.zeros((3, 3, 3), np.float32), np.zeros((0, 3, 3), np.uint8)):
         with pytest.raises(BadInput, match="an image is bytes"):
-            loaded.prepare(image)
+            loaded.preprocess(image)
     with pytest.raises(BadInput, match="too narrow"):
         resize(np.zeros((1, 400_000, 3), np.uint8), 224, 3)
     with pytest.raises(BadInput, match="28, 28"):
         image_embeddings(loaded.params, np.zeros((1, 3, 27, 28), np.float32), config=loaded.config)
-    with pytest.raises(BadInput, match="text=True"):
+    with pytest.raises(BadInput, match="tokenizer=True"):
         make_score_pairs(loaded._replace(encode=None))
 
 
@@ -294,13 +294,13 @@ def test_embeddings_and_scores_equal_those_of_transformers(peer, tmp_path, name)
     theirs.logit_scale.data.fill_(4.6052)  # 100, as in CLIP's published models
     theirs.save_pretrained(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor(CASES[name])))
-    ours = load_image_text(tmp_path, text=False)
+    ours = load_image_text(tmp_path, tokenizer=False)
     pixels, tokens = pixels_of(ours.config), tokens_of(ours.config)
     with peer.torch.no_grad():
         out = theirs(input_ids=peer.torch.tensor(tokens).long(), pixel_values=peer.torch.tensor(pixels))
     assert out.logits_per_image.numpy().std() > 0.3, "the scores are too flat to compare"
-    found = everything(ours.config)(ours.params, pixels, tokens)
-    for part, key in zip(found, ("image_embeds", "text_embeds", "logits_per_image"), strict=True):
+    actual = everything(ours.config)(ours.params, pixels, tokens)
+    for part, key in zip(actual, ("image_embeds", "text_embeds", "logits_per_image"), strict=True):
         np.testing.assert_allclose(part, getattr(out, key).numpy(), rtol=0, atol=1e-4, err_msg=key)
 
 
@@ -308,15 +308,15 @@ def test_embeddings_and_scores_equal_those_of_transformers(peer, tmp_path, name)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")
 @pytest.mark.parametrize("name", ["clip", "siglip"])
 @pytest.mark.usefixtures("peer")
-def test_pixels_equal_those_of_transformers_as_the_file_that_it_saves_says(tmp_path, name):
+def test_pixels_equal_those_of_transformers_with_its_saved_settings(tmp_path, name):
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     kind = {"clip": CLIPImageProcessorPil, "siglip": SiglipImageProcessorPil}[name]
     theirs = kind(**preprocessor(CASES[name]))
     theirs.save_pretrained(tmp_path)
-    preparation = read_preparation(*image_files._preparation_file(tmp_path), kind=name, side=28)
+    settings = parse_preprocessing(*image_files._read_preprocessor_config(tmp_path), kind=name, side=28)
     for shape in [(40, 50), (50, 40), (31, 31), (28, 28), (9, 200), (200, 8), (1, 1)]:
         image = np.random.default_rng(0).integers(0, 256, (*shape, 3)).astype(np.uint8)
         expected = theirs(images=image, return_tensors="np", input_data_format="channels_last")["pixel_values"][0]
-        np.testing.assert_allclose(prepare(image, preparation=preparation), expected, atol=1e-6)
+        np.testing.assert_allclose(preprocess(image, settings=settings), expected, atol=1e-6)

@@ -11,13 +11,13 @@ from tiny_models import FULL, random_params
 from flowgrpo.models.decoder import make_policy, parameters
 from flowgrpo.models.lora import (
     PROJECTIONS,
-    Adapted,
     LoraConfig,
+    LoraParams,
     adapter_axes,
     adapter_shapes,
     init_adapter,
     lora_policy,
-    merge,
+    merge_adapter,
 )
 from flowgrpo.types import BadInput
 
@@ -26,11 +26,11 @@ TOKENS_RS = np.random.default_rng(5).integers(0, FULL.v, (2, 9)).astype(np.int32
 ALONE_RS, IN_ORDER_RS = np.ones((2, 9), np.int32), np.tile(np.arange(9, dtype=np.int32), (2, 1))
 
 
-def adapted(lora) -> Adapted:
+def adapted(lora) -> LoraParams:
     """Random base and adapter, with biases and a B that are not zero."""
     random, shapes = np.random.default_rng(7), adapter_shapes(FULL, lora).items()
     adapter = {name: jnp.asarray(random.normal(0, 0.3, shape), jnp.float32) for name, shape in shapes}
-    return Adapted(random_params(FULL), adapter)
+    return LoraParams(random_params(FULL), adapter)
 
 
 @cache
@@ -51,23 +51,23 @@ def slopes(lora=None, **settings):
 
 
 @pytest.mark.parametrize("lora", [LORA, SOME])
-def test_at_first_nothing_changes_and_later_merged_equals_adapted(lora):
+def test_a_new_adapter_changes_nothing_and_merged_equals_adapted(lora):
     params = adapted(lora)
-    before, merged = logits(params.base), merge(params, FULL, lora)
-    found = logits(params, lora)
-    np.testing.assert_allclose(found, logits(merged), atol=3e-5, rtol=0)
-    assert np.abs(found - before).max() > 0.05
+    before, merged = logits(params.base), merge_adapter(params, FULL, lora)
+    actual = logits(params, lora)
+    np.testing.assert_allclose(actual, logits(merged), atol=3e-5, rtol=0)
+    assert np.abs(actual - before).max() > 0.05
     assert {name for name in params.base if merged[name] is not params.base[name]} == set(lora.targets)
     fresh = params._replace(adapter=init_adapter(jax.random.key(1), FULL, lora))
     np.testing.assert_allclose(logits(fresh, lora), before, atol=1e-5, rtol=0)
-    jax.tree.map(np.testing.assert_array_equal, merge(fresh, FULL, lora), params.base)
+    jax.tree.map(np.testing.assert_array_equal, merge_adapter(fresh, FULL, lora), params.base)
 
 
-def test_merging_is_the_sum_over_the_rank_by_hand():
+def test_merge_adapter_is_the_sum_over_the_rank():
     assert (LoraConfig(4, 8.0).scale, LoraConfig(4, 8.0, rslora=True).scale) == (2.0, 4.0)
     lora = LoraConfig(2, 6.0)
     params = adapted(lora)
-    merged = merge(params, FULL, lora)
+    merged = merge_adapter(params, FULL, lora)
     for name in PROJECTIONS:
         a, b = (np.asarray(params.adapter[f"{name}_{side}"]) for side in "ab")
         expected = np.array(params.base[name])
@@ -82,37 +82,39 @@ def test_a_bfloat16_base_under_a_float32_adapter():
     policy = lora_policy(FULL, LORA, dtype=jnp.bfloat16)
     hidden, cache = jax.jit(policy.hidden)(params, TOKENS_RS, cache=policy.make_cache(2, 9))
     assert hidden.dtype == cache.keys.dtype == jnp.bfloat16
-    expected, found = np.asarray(logits(wide, LORA)), np.asarray(policy.unembed(params, hidden))
-    assert np.abs(found - expected).mean() < 0.03 * expected.std()
+    expected, actual = np.asarray(logits(wide, LORA)), np.asarray(policy.unembed(params, hidden))
+    assert np.abs(actual - expected).mean() < 0.03 * expected.std()
 
 
 def test_arrays_have_the_declared_axes_and_dtypes():
     axes, init = adapter_axes(LORA), lora_policy(FULL, LORA, dtype=jnp.bfloat16).init
-    found = jax.eval_shape(init, jax.random.key(0))
-    assert {name: value.shape for name, value in found.adapter.items()} == adapter_shapes(FULL, LORA)
-    assert [{value.dtype.name for value in part.values()} for part in found] == [{"bfloat16"}, {"float32"}]
+    actual = jax.eval_shape(init, jax.random.key(0))
+    assert {name: value.shape for name, value in actual.adapter.items()} == adapter_shapes(FULL, LORA)
+    assert [{value.dtype.name for value in part.values()} for part in actual] == [{"bfloat16"}, {"float32"}]
     for name in PROJECTIONS:
         assert axes[f"{name}_a"][:-1] + axes[f"{name}_b"][2:] == parameters(FULL)[name].axes
 
 
-def test_a_start_is_random_and_does_not_depend_on_the_other_targets():
-    every, some = (init_adapter(jax.random.key(3), FULL, LoraConfig(4, 4.0, names)) for names in (PROJECTIONS, ("v",)))
-    np.testing.assert_array_equal(every["v_a"], some["v_a"])
-    assert not (every["k_a"] == every["v_a"]).any()
+def test_initial_adapter_is_random_and_independent_of_other_targets():
+    all_targets, only_v = (
+        init_adapter(jax.random.key(3), FULL, LoraConfig(4, 4.0, names)) for names in (PROJECTIONS, ("v",))
+    )
+    np.testing.assert_array_equal(all_targets["v_a"], only_v["v_a"])
+    assert not (all_targets["k_a"] == all_targets["v_a"]).any()
     for name in PROJECTIONS:
-        a = np.asarray(every[f"{name}_a"])
+        a = np.asarray(all_targets[f"{name}_a"])
         bound = np.prod(a.shape[1:-1]) ** -0.5
         assert 0.9 * bound < np.abs(a).max() <= bound
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
-def test_the_base_gets_no_gradient_and_the_adapter_that_of_the_merged_weights(remat):
+def test_base_has_no_gradient_and_adapter_that_of_merged_weights(remat):
     """At the start B alone moves."""
     params = adapted(LORA)
     grad = slopes(LORA, remat=remat)(params)
     assert not any(np.asarray(value).any() for value in grad.base.values())
-    merged, back = jax.vjp(lambda adapter: merge(Adapted(params.base, adapter), FULL, LORA), params.adapter)
+    merged, back = jax.vjp(lambda adapter: merge_adapter(LoraParams(params.base, adapter), FULL, LORA), params.adapter)
     (expected,) = back(slopes()(merged))
     for name, value in grad.adapter.items():
         assert (np.abs(np.asarray(value)).reshape(FULL.num_layers, -1).max(axis=1) > 0).all(), name
@@ -123,7 +125,7 @@ def test_the_base_gets_no_gradient_and_the_adapter_that_of_the_merged_weights(re
     assert all(np.asarray(value).any() == name.endswith("_b") for name, value in moved.items())
 
 
-def test_cached_decode_equals_the_full_forward_and_segments_do_not_see_each_other():
+def test_cached_decode_equals_full_forward_and_segments_are_isolated():
     params, cache, parts = adapted(LORA), lora_policy(FULL, LORA).make_cache(2, 12), []
     for chunk in np.split(TOKENS_RS, 3, axis=1):
         part, cache = applied(LORA)(params, chunk, cache=cache)
@@ -141,6 +143,6 @@ def test_targets_and_adapters_that_do_not_fit_are_refused():
         with pytest.raises(BadInput, match="targets are"):
             LoraConfig(targets=targets)
     lora, params = LoraConfig(3, targets=("q",)), adapted(LoraConfig(3, targets=("q", "v")))
-    for use in (lambda: lora_policy(FULL, lora).apply(params, TOKENS_RS), lambda: merge(params, FULL, lora)):
+    for use in (lambda: lora_policy(FULL, lora).apply(params, TOKENS_RS), lambda: merge_adapter(params, FULL, lora)):
         with pytest.raises(BadInput, match="v_a is unexpected"):
             use()

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.hf import load_model
-from flowgrpo.models.lora import PROJECTIONS, Adapted, LoraConfig, adapter_shapes, lora_policy
+from flowgrpo.models.lora import PROJECTIONS, LoraConfig, LoraParams, adapter_shapes, lora_policy
 from flowgrpo.models.peft import load_adapter, save_adapter
 from flowgrpo.types import BadInput
 
@@ -28,15 +28,15 @@ def random_adapter(config, lora, dtype="float32"):
     ("targets", "dtype"), [(PROJECTIONS, "float32"), (("q", "v"), "bfloat16"), (("o", "down"), "float16")]
 )
 def test_write_then_read_gives_the_same_bytes(tmp_path, targets, dtype):
-    one, two, lora = tmp_path / "one", tmp_path / "two", LoraConfig(3, 6.5, targets, rslora=True)
+    first, second, lora = tmp_path / "one", tmp_path / "two", LoraConfig(3, 6.5, targets, rslora=True)
     adapter = random_adapter(PLAIN, lora, dtype)
-    save_adapter(one, adapter, PLAIN, lora, base_model="owner/name")
-    found_lora, found = load_adapter(one, PLAIN, dtype=dtype)
-    assert (found_lora, list(found)) == (lora, list(adapter_shapes(PLAIN, lora)))
-    assert all(found[name].dtype == value.dtype for name, value in adapter.items())
-    jax.tree.map(np.testing.assert_array_equal, found, adapter)
-    save_adapter(two, found, PLAIN, found_lora, base_model="owner/name")
-    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (one, two)]
+    save_adapter(first, adapter, PLAIN, lora, base_model="owner/name")
+    actual_lora, actual = load_adapter(first, PLAIN, dtype=dtype)
+    assert (actual_lora, list(actual)) == (lora, list(adapter_shapes(PLAIN, lora)))
+    assert all(actual[name].dtype == value.dtype for name, value in adapter.items())
+    jax.tree.map(np.testing.assert_array_equal, actual, adapter)
+    save_adapter(second, actual, PLAIN, actual_lora, base_model="owner/name")
+    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (first, second)]
     assert files[0] == files[1]
     assert set(files[0]) == {"adapter_config.json", TENSORS}
 
@@ -45,12 +45,12 @@ def test_names_and_shapes_in_the_file_are_those_of_peft(tmp_path):
     lora = LoraConfig(3, 6.0, ("o", "down", "k"))
     adapter = random_adapter(PLAIN, lora)
     save_adapter(tmp_path, adapter, PLAIN, lora)
-    found, stem = load_file(tmp_path / TENSORS), "base_model.model.model.layers.1."
-    shapes = {name.removeprefix(stem): value.shape for name, value in found.items() if name.startswith(stem)}
-    assert (len(found), len(shapes)) == (2 * 3 * PLAIN.num_layers, 2 * 3)
+    actual, stem = load_file(tmp_path / TENSORS), "base_model.model.model.layers.1."
+    shapes = {name.removeprefix(stem): value.shape for name, value in actual.items() if name.startswith(stem)}
+    assert (len(actual), len(shapes)) == (2 * 3 * PLAIN.num_layers, 2 * 3)
     assert [shapes[f"self_attn.o_proj.lora_{side}.weight"] for side in "AB"] == [(3, 24), (12, 3)]
     head, dim = 1, 4
-    row = found[stem + "self_attn.k_proj.lora_B.weight"][head * PLAIN.e + dim]
+    row = actual[stem + "self_attn.k_proj.lora_B.weight"][head * PLAIN.e + dim]
     np.testing.assert_array_equal(row, adapter["k_b"][1, :, head, dim])
     source = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (source["r"], repr(source["lora_alpha"]), source["peft_type"]) == (3, "6", "LORA")
@@ -81,7 +81,7 @@ def rewrite(folder, changes):
         {"init_lora_weights": "gaussian", "use_dora": False},
     ],
 )
-def test_target_modules_are_read_in_every_form_and_what_changes_nothing_is_read_over(folder, changes):
+def test_all_forms_of_target_modules_are_read_and_notes_ignored(folder, changes):
     rewrite(folder, changes)
     assert load_adapter(folder, PLAIN)[0] == LoraConfig(3, 6.0, ("q", "v"))
 
@@ -147,7 +147,7 @@ def test_tensors_of_another_dtype_are_refused(folder):
         load_adapter(folder, PLAIN)
 
 
-def test_a_wrong_adapter_or_place_is_refused_before_anything_is_written(tmp_path):
+def test_a_wrong_adapter_or_folder_is_refused_before_writing(tmp_path):
     lora = LoraConfig(3, 6.0, ("q", "v"))
     adapter = random_adapter(PLAIN, lora)
     with pytest.raises(BadInput, match="v_a is unexpected"):
@@ -201,13 +201,13 @@ def test_logits_and_files_equal_those_of_peft_in_both_directions(peer, tmp_path,
     base = their_logits(theirs)  # PEFT starts with zeros
     peer.randomise([(key, value) for key, value in theirs.named_parameters() if "lora_" in key])
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = load_model(tmp_path / "base", text=False)
+    ours = load_model(tmp_path / "base", tokenizer=False)
     lora, adapter = load_adapter(tmp_path / "theirs", ours.config)
     assert lora == LoraConfig(settings["r"], settings["lora_alpha"], targets, settings.get("use_rslora", False))
-    params, expected = Adapted(ours.params, adapter), their_logits(theirs)
-    found = jax.jit(lora_policy(ours.config, lora).apply)(params, tokens_rs.astype(np.int32))[0]
+    params, expected = LoraParams(ours.params, adapter), their_logits(theirs)
+    actual = jax.jit(lora_policy(ours.config, lora).apply)(params, tokens_rs.astype(np.int32))[0]
     assert np.abs(expected - base).max() > 0.3, "the adapter must change more than rounding does"
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)
     save_adapter(tmp_path / "ours", adapter, ours.config, lora, base_model=str(tmp_path / "base"))
     jax.tree.map(np.testing.assert_array_equal, *(load_file(tmp_path / x / TENSORS) for x in ("ours", "theirs")))
     opened = peft.PeftModel.from_pretrained(theirs.unload(), tmp_path / "ours")

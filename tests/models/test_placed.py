@@ -17,39 +17,39 @@ def mesh():
     return Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
 
 
-@pytest.mark.parametrize("staged", [1, 300, 10**9])
+@pytest.mark.parametrize("chunk_bytes", [1, 300, 10**9])
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_pieces_make_up_the_array_wherever_it_goes(monkeypatch, mesh, staged, axis):
+def test_read_array_joins_chunks_on_any_sharding(monkeypatch, mesh, chunk_bytes, axis):
     def read(start, stop):
-        asked.append((start, stop))
+        chunks.append((start, stop))
         return np.take(WHOLE, range(start, stop), axis)
 
-    monkeypatch.setattr(hf, "STAGED", staged)
+    monkeypatch.setattr(hf, "CHUNK_BYTES", chunk_bytes)
     for place in [None, *(NamedSharding(mesh, PartitionSpec(*spec)) for spec in SPECS)]:
-        asked = []
-        found = hf.read_array(WHOLE.shape, WHOLE.dtype, place, axis=axis, read=read)
-        np.testing.assert_array_equal(found, WHOLE)
-        assert place is None or found.sharding == place
-        assert found.committed == (place is not None)
+        chunks = []
+        actual = hf.read_array(WHOLE.shape, WHOLE.dtype, place, axis=axis, read=read)
+        np.testing.assert_array_equal(actual, WHOLE)
+        assert place is None or actual.sharding == place
+        assert actual.committed == (place is not None)
         # Each piece once, in order, of at most that many bytes or of one entry.
-        assert [start for start, _ in asked] == [0, *(stop for _, stop in asked)][:-1]
-        assert asked[-1][1] == WHOLE.shape[axis]
+        assert [start for start, _ in chunks] == [0, *(stop for _, stop in chunks)][:-1]
+        assert chunks[-1][1] == WHOLE.shape[axis]
         entry = WHOLE.nbytes // WHOLE.shape[axis]
-        assert all((stop - start) * entry <= max(staged, entry) for start, stop in asked)
+        assert all((stop - start) * entry <= max(chunk_bytes, entry) for start, stop in chunks)
 
 
-def test_M3_a_model_that_is_read_in_pieces_has_the_same_bytes(monkeypatch, tmp_path, mesh):
+def test_M3_a_model_read_in_chunks_has_the_same_bytes(monkeypatch, tmp_path, mesh):
     """Although each file is opened for one tensor only, and may go as soon as the model is there."""
 
     def place(_, axes):
         return NamedSharding(mesh, PartitionSpec(*({"d": "a", "f": "b"}.get(axis) for axis in axes)))
 
-    model, found = random_model("gemma2"), []
+    model, actual = random_model("gemma2"), []
     hf.save_model(tmp_path, model, max_shard_bytes=20_000)
-    monkeypatch.setattr(hf, "STAGED", 3000)
+    monkeypatch.setattr(hf, "CHUNK_BYTES", 3000)
     for sharding in (None, place):
-        found.append(hf.load_model(tmp_path, text=False, sharding=sharding).params)
+        actual.append(hf.load_model(tmp_path, tokenizer=False, sharding=sharding).params)
     for path in tmp_path.iterdir():
         path.write_bytes(b"")
-    for params in found:
+    for params in actual:
         jax.tree.map(np.testing.assert_array_equal, params, dict(model.params))

@@ -1,4 +1,4 @@
-"""Quantised layers: how far they are from what they stand for, and that nothing but that is different."""
+"""Quantised layers: their distance from the original, and that they compute exactly what their decoded form does."""
 
 from functools import cache, partial
 from typing import Any
@@ -14,11 +14,11 @@ from tiny_models import FULL, random_params
 from flowgrpo.models import hf
 from flowgrpo.models.decoder import make_policy, matrices, unstack_layers
 from flowgrpo.models.kv_cache import make_cache
-from flowgrpo.models.lora import Adapted, LoraConfig, adapter_shapes, lora_policy, merge
+from flowgrpo.models.lora import LoraConfig, LoraParams, adapter_shapes, lora_policy, merge_adapter
 from flowgrpo.models.quantised import (
+    INT8_MAX,
     KINDS,
     LEVELS,
-    TOP,
     Quantised,
     dequantise_layers,
     dequantise_matrix,
@@ -26,8 +26,8 @@ from flowgrpo.models.quantised import (
     quantise_matrix,
     times_quantised,
 )
-from flowgrpo.parallel.sharding import decoder_axes, make_mesh, parse_mesh, settle, state_shardings
-from flowgrpo.run.tree_io import give_leaves, take_leaves
+from flowgrpo.parallel.sharding import decoder_axes, make_mesh, parse_mesh, shard_policy, state_shardings
+from flowgrpo.run.tree_io import from_leaves, to_leaves
 from flowgrpo.types import BadInput
 
 LORA = LoraConfig(3, 6.0, ("q", "o", "down"))
@@ -57,9 +57,9 @@ def logits():
 
 @cache
 def slopes():
-    """The gradient of a loss of base and adapter, where numbers have one."""
+    """The gradient of a loss of base and adapter."""
     policy = lora_policy(FULL, LORA)
-    loss = lambda own, base: (policy.apply(Adapted(base, own), TOKENS_RS)[0] ** 2).mean()  # noqa: E731
+    loss = lambda adapter_params, base: (policy.apply(LoraParams(base, adapter_params), TOKENS_RS)[0] ** 2).mean()  # noqa: E731
     return jax.jit(jax.value_and_grad(loss))
 
 
@@ -78,7 +78,7 @@ def test_worked_numbers_of_int8():
     np.testing.assert_allclose(coded.scales, [[2.0, 1 / 127, 1 / 127]])
 
 
-def test_levels_of_nf4_come_back_whole_and_every_block_has_a_scale_of_its_own():
+def test_nf4_levels_round_trip_and_each_block_has_its_scale():
     w = np.stack([np.tile(LEVELS, 4), np.tile(LEVELS[::-1], 4) * 8, np.zeros(64, np.float32)]).reshape(1, -1)
     coded = quantise_matrix(w, (1,), kind="nf4")
     assert (coded.values.shape, coded.values.dtype) == ((1, 96), jnp.uint8)
@@ -92,7 +92,7 @@ def test_entries_are_rounded_to_the_nearest_level(summed):
     w = np.random.default_rng(1).normal(size=(2, 6, 128, 5)).astype(np.float32)
     coded = quantise_matrix(w, summed, kind="int8")
     largest = np.abs(w).max(axis=summed, keepdims=True)
-    assert (np.abs(dequantise_matrix(coded, jnp.float32) - w) <= largest / TOP / 2 * 1.001).all()
+    assert (np.abs(dequantise_matrix(coded, jnp.float32) - w) <= largest / INT8_MAX / 2 * 1.001).all()
     coded = quantise_matrix(w, summed, kind="nf4")
     at = max(summed)
     size = {1: 2, 2: 64}[at]  # the largest power of two that divides 6, and a whole block
@@ -110,7 +110,7 @@ def test_host_and_device_quantise_alike(kind):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), host, device)
 
 
-def test_what_is_refused():
+def test_unknown_kinds_and_odd_inputs_are_refused():
     with pytest.raises(BadInput, match="can't be quantised as 'int4'; choose one of int8, nf4"):
         quantise_layers(random_params(FULL), matrices(FULL), kind="int4")
     with pytest.raises(BadInput, match=r"has 5 inputs: nf4 needs an even number"):
@@ -121,20 +121,22 @@ def test_what_is_refused():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_what_is_decoded_and_near_those_of_the_whole(kind):
-    found, whole = logits()(base(kind), TOKENS_RS), logits()(random_params(FULL), TOKENS_RS)
-    np.testing.assert_allclose(found, logits()(plain(kind), TOKENS_RS), atol=5e-5)
-    error = np.sqrt(np.mean((found - whole) ** 2)) / np.std(whole)
+def test_logits_equal_the_decoded_models_and_are_near_the_originals(kind):
+    actual, whole = logits()(base(kind), TOKENS_RS), logits()(random_params(FULL), TOKENS_RS)
+    np.testing.assert_allclose(actual, logits()(plain(kind), TOKENS_RS), atol=5e-5)
+    error = np.sqrt(np.mean((actual - whole) ** 2)) / np.std(whole)
     assert BOUNDS[kind] / 10 < error < BOUNDS[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_learn_as_over_what_is_decoded_and_merge_into_it(kind):
-    own, pair = adapter(), [slopes()(adapter(), one) for one in (base(kind), plain(kind))]
+def test_adapters_over_quantised_bases_learn_as_over_decoded_ones(kind):
+    adapter_params, pair = adapter(), [slopes()(adapter(), base_params) for base_params in (base(kind), plain(kind))]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-3, atol=1e-5), *pair)
-    merged = merge(Adapted(base(kind), own), FULL, LORA)
+    merged = merge_adapter(LoraParams(base(kind), adapter_params), FULL, LORA)
     assert not any(isinstance(x, Quantised) for x in merged.values())
-    jax.tree.map(np.testing.assert_array_equal, merged, merge(Adapted(plain(kind), own), FULL, LORA))
+    jax.tree.map(
+        np.testing.assert_array_equal, merged, merge_adapter(LoraParams(plain(kind), adapter_params), FULL, LORA)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,21 +152,21 @@ def test_no_gradient_reaches_scales(kind):
 def test_a_gradient_keeps_no_decoded_layers(kind):
     """All layers' matrices as numbers would take what quantising them has saved."""
     policy = lora_policy(FULL, LORA)
-    loss = lambda own, base: policy.apply(Adapted(base, own), TOKENS_RS[:1, :2])[0].mean()  # noqa: E731
+    loss = lambda adapter_params, base: policy.apply(LoraParams(base, adapter_params), TOKENS_RS[:1, :2])[0].mean()  # noqa: E731
     jaxpr = jax.make_jaxpr(jax.grad(loss))(adapter(), base(kind))
     scans = [equation for equation in jaxpr.eqns if equation.primitive.name == "scan"]
-    kept = [x.aval for scan in scans for x in scan.outvars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
+    residuals = [x.aval for scan in scans for x in scan.outvars if jnp.issubdtype(x.aval.dtype, jnp.floating)]
     assert len(scans) == 2
-    assert kept
-    assert all(x.size < FULL.num_layers * FULL.d * FULL.e for x in kept)
+    assert residuals
+    assert all(x.size < FULL.num_layers * FULL.d * FULL.e for x in residuals)
 
 
-def test_layers_that_are_laid_out_for_decoding_give_the_same():
+def test_unstacked_quantised_layers_give_the_same_logits():
     policy = make_policy(FULL, unroll=True)
-    laid = unstack_layers(base("int8"), config=FULL)
+    placed = unstack_layers(base("int8"), config=FULL)
     cache = make_cache(2, 16, config=FULL, stacked=False)
-    found, _ = jax.jit(policy.apply)(laid, TOKENS_RS, None, None, cache)
-    np.testing.assert_allclose(found, logits()(base("int8"), TOKENS_RS), atol=5e-5)
+    actual, _ = jax.jit(policy.apply)(placed, TOKENS_RS, None, None, cache)
+    np.testing.assert_allclose(actual, logits()(base("int8"), TOKENS_RS), atol=5e-5)
 
 
 # Files, devices ---------------------------------------------------------------------------------------
@@ -174,7 +176,7 @@ def test_layers_that_are_laid_out_for_decoding_give_the_same():
 def test_a_model_is_quantised_while_it_is_read(monkeypatch, tmp_path, kind):
     model = random_model("gemma2")
     hf.save_model(tmp_path, model)
-    monkeypatch.setattr(hf, "STAGED", 3000)
+    monkeypatch.setattr(hf, "CHUNK_BYTES", 3000)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
 
     def place(_, axes):
@@ -182,29 +184,29 @@ def test_a_model_is_quantised_while_it_is_read(monkeypatch, tmp_path, kind):
 
     expected = quantise_layers(model.params, matrices(model.config), kind=kind)
     for sharding in (None, place) if kind == "int8" else (None,):
-        found = hf.load_model(tmp_path, text=False, sharding=sharding, quantised=kind)
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found.params, expected)
-        gate: Any = found.params["gate"]
+        actual = hf.load_model(tmp_path, tokenizer=False, sharding=sharding, quantised=kind)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), actual.params, expected)
+        gate: Any = actual.params["gate"]
         assert sharding is None or gate.values.sharding == place("gate", "ndf")
     with pytest.raises(BadInput, match="q is quantised, and is not written so: merge it"):
-        hf.save_model(tmp_path / "other", found)
+        hf.save_model(tmp_path / "other", actual)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_are_divided_as_their_parameter_and_give_the_same(kind):
+def test_sharded_quantised_values_give_the_same_logits(kind):
     mesh, axes = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2")), decoder_axes(FULL)
-    where = state_shardings(base(kind), mesh, axes)
-    laid, over = jax.device_put(base(kind), where), [where["gate"].values.spec, where["gate"].scales.spec]
+    shardings = state_shardings(base(kind), mesh, axes)
+    placed, over = jax.device_put(base(kind), shardings), [shardings["gate"].values.spec, shardings["gate"].scales.spec]
     assert over[0] == PartitionSpec(None, "fsdp", "tensor")
     assert over[1] == PartitionSpec(None, None, "tensor")  # one block of 32 inputs, or none
-    policy = settle(make_policy(FULL), mesh, axes)
-    found = jax.jit(lambda params, tokens: policy.apply(params, tokens)[0])(laid, np.tile(TOKENS_RS, (2, 1)))
-    np.testing.assert_allclose(found[:2], logits()(base(kind), TOKENS_RS), atol=1e-4)
+    policy = shard_policy(make_policy(FULL), mesh, axes)
+    actual = jax.jit(lambda params, tokens: policy.apply(params, tokens)[0])(placed, np.tile(TOKENS_RS, (2, 1)))
+    np.testing.assert_allclose(actual[:2], logits()(base(kind), TOKENS_RS), atol=1e-4)
 
 
-def test_a_checkpoint_holds_it():
+def test_a_checkpoint_keeps_quantised_parameters():
     for kind in KINDS:
         blank = jax.tree.map(jnp.zeros_like, base(kind))
-        found = give_leaves(take_leaves(base(kind)), blank)
-        assert found["q"].kind == kind
-        jax.tree.map(np.testing.assert_array_equal, found, base(kind))
+        actual = from_leaves(to_leaves(base(kind)), blank)
+        assert actual["q"].kind == kind
+        jax.tree.map(np.testing.assert_array_equal, actual, base(kind))

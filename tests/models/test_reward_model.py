@@ -30,22 +30,22 @@ def write(folder, name="qwen2", head=None, **changes):
 
 def test_the_score_is_the_head_over_the_last_hidden_state(tmp_path):
     model = write(tmp_path, "llama")
-    scorer = load_scorer(tmp_path, text=False)
+    scorer = load_scorer(tmp_path, tokenizer=False)
     tokens = [5, 9, 2, 77, 3]
     states = model.policy.hidden(model.params, jnp.asarray([tokens]))[0]
     expected = float(np.asarray(states)[0, -1] @ np.asarray(scorer.params[HEAD]))
-    found = make_score_tokens(scorer.score, scorer.params, rows=2, lengths=(8,))([tokens])
-    np.testing.assert_allclose(found, [expected], rtol=1e-5)
+    actual = make_score_tokens(scorer.score, scorer.params, rows=2, lengths=(8,))([tokens])
+    np.testing.assert_allclose(actual, [expected], rtol=1e-5)
     assert scorer.params[HEAD].dtype == jnp.float32
     assert "unembed" not in scorer.params
 
 
 def test_a_score_depends_neither_on_padding_nor_on_neighbours(tmp_path):
     write(tmp_path)
-    scorer, lists = load_scorer(tmp_path, text=False), [[1, 2, 3], [0, 0], [5] * 7, [9], [4, 3, 2, 1, 0]]
+    scorer, lists = load_scorer(tmp_path, tokenizer=False), [[1, 2, 3], [0, 0], [5] * 7, [9], [4, 3, 2, 1, 0]]
     score_tokens = make_score_tokens(scorer.score, scorer.params, rows=2, lengths=(4, 8))
     together = score_tokens(lists)
-    np.testing.assert_array_equal(together, [score_tokens([one])[0] for one in lists])
+    np.testing.assert_array_equal(together, [score_tokens([tokens])[0] for tokens in lists])
     assert len(set(together.tolist())) == len(lists)
 
 
@@ -64,7 +64,7 @@ def test_a_score_depends_neither_on_padding_nor_on_neighbours(tmp_path):
 def test_folders_that_are_no_scalar_reward_models_are_refused(tmp_path, change, message):
     write(tmp_path, **change)
     with pytest.raises(BadInput, match=message):
-        load_scorer(tmp_path, text=False)
+        load_scorer(tmp_path, tokenizer=False)
 
 
 @pytest.mark.oracle
@@ -73,12 +73,12 @@ def test_folders_that_are_no_scalar_reward_models_are_refused(tmp_path, change, 
 def test_scores_of_unequal_lengths_equal_those_of_transformers(peer, tmp_path, name):
     theirs = peer.make("ForSequenceClassification", FAMILIES[name], num_labels=1)
     theirs.save_pretrained(tmp_path)
-    scorer, random = load_scorer(tmp_path, text=False), np.random.default_rng(0)
+    scorer, random = load_scorer(tmp_path, tokenizer=False), np.random.default_rng(0)
     lists = [random.integers(1, 131, length).tolist() for length in (23, 9, 1, 16, 30)]
-    padded = peer.torch.tensor([one + [0] * (30 - len(one)) for one in lists])
-    mask = peer.torch.tensor([[1] * len(one) + [0] * (30 - len(one)) for one in lists])
+    padded = peer.torch.tensor([tokens + [0] * (30 - len(tokens)) for tokens in lists])
+    mask = peer.torch.tensor([[1] * len(tokens) + [0] * (30 - len(tokens)) for tokens in lists])
     with peer.torch.no_grad():
         expected = theirs(padded, attention_mask=mask).logits.numpy()[:, 0]
     assert expected.std() > 0.3, "the scores are too flat to compare"
-    found = make_score_tokens(scorer.score, scorer.params, rows=5, lengths=(32,))(lists)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    actual = make_score_tokens(scorer.score, scorer.params, rows=5, lengths=(32,))(lists)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)

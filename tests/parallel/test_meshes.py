@@ -33,17 +33,17 @@ def fixed():
     return before, batches, meshes.on_one(batches)
 
 
-def distance(found: meshes.Result) -> float:
+def distance(actual: meshes.Result) -> float:
     before, _, expected = fixed()
-    return meshes.relative_distance(found[0], expected[0], before)
+    return meshes.relative_distance(actual[0], expected[0], before)
 
 
 @pytest.mark.parametrize("sizes", ["data=2,fsdp=2,tensor=2"])
 def test_F3_a_mesh_of_eight_devices_is_the_same(sizes):
-    """And a device holds less of the state where parameters are divided."""
-    found = meshes.on_mesh(fixed()[1], sizes)
-    assert 0 < distance(found) <= BOUND
-    assert found[2] / fixed()[2][2] < 0.4
+    """And a device holds less of the state if parameters are sharded."""
+    actual = meshes.on_mesh(fixed()[1], sizes)
+    assert 0 < distance(actual) <= BOUND
+    assert actual[2] / fixed()[2][2] < 0.4
 
 
 def test_F3_two_processes_of_four_devices_are_the_same():
@@ -54,10 +54,10 @@ def test_F3_two_processes_of_four_devices_are_the_same():
     flags += ["--updates=2", "--mesh=data:2/fsdp:2/tensor:2"]
     for printed in run_together([[*flags, f"--process_id={number}"] for number in range(2)]):
         (line,) = [line for line in printed.splitlines() if line.startswith("{")]
-        found = json.loads(line)
-        assert (found["devices"], found["updates"]) == (8, 2)
-        assert [row["mesh"] for row in found["rows"]] == ["one device", "data=2,fsdp=2,tensor=2"]
-        assert all(0 < row["apart"] <= BOUND for row in found["rows"][1:])
+        actual = json.loads(line)
+        assert (actual["devices"], actual["updates"]) == (8, 2)
+        assert [row["mesh"] for row in actual["rows"]] == ["one device", "data=2,fsdp=2,tensor=2"]
+        assert all(0 < row["apart"] <= BOUND for row in actual["rows"][1:])
 
 
 def run_together(started: list[list[str]]) -> list[str]:
@@ -73,7 +73,7 @@ def run_together(started: list[list[str]]) -> list[str]:
         except subprocess.TimeoutExpired:
             for other in running:
                 other.kill()
-            said = "\n".join(other.communicate()[0] or "" for other in running)
-            pytest.fail(f"not finished after {SECONDS} s:\n{said[-4000:]}")
+            output = "\n".join(other.communicate()[0] or "" for other in running)
+            pytest.fail(f"not finished after {SECONDS} s:\n{output[-4000:]}")
     assert [process.returncode for process in running] == [0] * len(running), "\n".join(printed)[-4000:]
     return printed

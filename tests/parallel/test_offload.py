@@ -1,13 +1,23 @@
-"""Residency: values to the bit and shardings wherever a model goes, memory that falls, frozen models written once."""
+"""HostOffloader: values and shardings survive every move, memory is freed, frozen models are written once."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from commands import small_files
+from commands import file_size_limit
 
 import flowgrpo as fg
-from flowgrpo.parallel.offload import DEVICE, DISK, HOST, STAGES, MemoryMeter, Residency, live_bytes, place_of, places
+from flowgrpo.parallel.offload import (
+    DEVICE,
+    DISK,
+    HOST,
+    STAGES,
+    HostOffloader,
+    MemoryMeter,
+    live_bytes,
+    place_of,
+    placement_table,
+)
 
 SIZE = 1 << 18
 
@@ -42,155 +52,159 @@ def test_every_move_keeps_values_to_the_bit_and_shardings(row, mesh, tmp_path):
     """NaNs with payloads, too."""
     tree = make_tree(mesh, odd=(0x7FC12345, 0xFFC00001, 0x80000000, 0x00000001))
     expected, shardings = bits(tree), {name: x.sharding for name, x in tree.items()}
-    with Residency(table(dict(zip(STAGES, row, strict=True))), folder=tmp_path) as residency:
-        residency.hold("model", tree)
+    with HostOffloader(table(dict(zip(STAGES, row, strict=True))), folder=tmp_path) as offloader:
+        offloader.put("model", tree)
         for stage, place in [*zip(STAGES, row, strict=True)] * 2:
-            residency.enter(stage)
-            residency.wait()
-            found = residency["model"]
-            assert (place_of(found), bits(found)) == (place, expected)
+            offloader.enter(stage)
+            offloader.wait()
+            actual = offloader["model"]
+            assert (place_of(actual), bits(actual)) == (place, expected)
             if place == DEVICE:
-                assert {name: x.sharding for name, x in found.items()} == shardings
+                assert {name: x.sharding for name, x in actual.items()} == shardings
             elif place == HOST:
-                assert found["wide"].sharding == shardings["wide"].with_memory_kind("pinned_host")
+                assert actual["wide"].sharding == shardings["wide"].with_memory_kind("pinned_host")
         assert list(tmp_path.iterdir()) == []
 
 
-def test_memory_falls_where_a_model_leaves_the_device(tmp_path):
+def test_memory_is_freed_when_a_model_leaves_the_device(tmp_path):
     for place in (HOST, DISK):
         before = live_bytes()
-        with Residency(table({"rollout": place, "inference": place, "train": DEVICE}), folder=tmp_path) as residency:
-            residency.hold("model", make_tree())
+        with HostOffloader(
+            table({"rollout": place, "inference": place, "train": DEVICE}), folder=tmp_path
+        ) as offloader:
+            offloader.put("model", make_tree())
             assert live_bytes()["device"] >= before["device"] + 4 * SIZE
-            residency.enter("rollout")
-            residency.wait()
+            offloader.enter("rollout")
+            offloader.wait()
             assert live_bytes()["device"] == before["device"]
             assert (live_bytes()["pinned"] >= before["pinned"] + 4 * SIZE) == (place == HOST)
-            residency.enter("train")
-            residency.wait()
+            offloader.enter("train")
+            offloader.wait()
             assert live_bytes()["device"] >= before["device"] + 4 * SIZE
 
 
 def test_a_frozen_model_is_written_once_and_only_dropped_afterwards(tmp_path):
-    with Residency(table({"rollout": DISK, "inference": DEVICE, "train": DISK}), folder=tmp_path) as residency:
+    with HostOffloader(table({"rollout": DISK, "inference": DEVICE, "train": DISK}), folder=tmp_path) as offloader:
         tree = make_tree()
         for _ in range(3):
-            residency.hold("model", tree)
+            offloader.put("model", tree)
             for stage in STAGES:
-                residency.enter(stage)
-            residency.wait()
-            tree = residency["model"]
-        made = [(move.source, move.target) for move in residency.moves()]
-        assert made.count((HOST, DISK)) == 1
-        assert made.count((HOST, DEVICE)) == 3
-        assert made.count((DISK, HOST)) == 2  # the first time it is still on the host, where it is written from
-        residency.hold("model", make_tree())  # another version
-        residency.enter("train")
-        residency.wait()
-        made = sorted((move.source, move.target) for move in residency.moves())  # each noted by the thread that made it
-        assert made == sorted([(DEVICE, HOST), (HOST, DISK)])
+                offloader.enter(stage)
+            offloader.wait()
+            tree = offloader["model"]
+        moves = [(move.source, move.target) for move in offloader.pop_moves()]
+        assert moves.count((HOST, DISK)) == 1
+        assert moves.count((HOST, DEVICE)) == 3
+        assert moves.count((DISK, HOST)) == 2  # the first time it is still on the host
+        offloader.put("model", make_tree())  # another version
+        offloader.enter("train")
+        offloader.wait()
+        moves = sorted(
+            (move.source, move.target) for move in offloader.pop_moves()
+        )  # each noted by the thread that made it
+        assert moves == sorted([(DEVICE, HOST), (HOST, DISK)])
 
 
-def test_moves_say_how_many_bytes_went_where(tmp_path):
-    with Residency(table({"rollout": HOST, "inference": HOST, "train": DEVICE}), folder=tmp_path) as residency:
+def test_moves_record_bytes_and_places(tmp_path):
+    with HostOffloader(table({"rollout": HOST, "inference": HOST, "train": DEVICE}), folder=tmp_path) as offloader:
         tree = make_tree()
         size = sum(x.nbytes for x in tree.values())
-        residency.hold("model", tree)
-        residency.enter("rollout")
-        residency.enter("train")
-        residency.wait()
-        moves = residency.moves()
+        offloader.put("model", tree)
+        offloader.enter("rollout")
+        offloader.enter("train")
+        offloader.wait()
+        moves = offloader.pop_moves()
         assert [(move.model, move.source, move.target, move.bytes) for move in moves] == [
             ("model", DEVICE, HOST, size),
             ("model", HOST, DEVICE, size),
         ]
         assert all(move.seconds > 0 for move in moves)
-        assert residency.moves() == []
+        assert offloader.pop_moves() == []
 
 
-def test_what_is_read_ahead_takes_no_device_memory(tmp_path):
-    with Residency(table({"rollout": DISK, "inference": DISK, "train": DEVICE}), folder=tmp_path) as residency:
+def test_prefetch_takes_no_device_memory(tmp_path):
+    with HostOffloader(table({"rollout": DISK, "inference": DISK, "train": DEVICE}), folder=tmp_path) as offloader:
         tree = make_tree()
         expected = bits(tree)
-        residency.hold("model", tree)
+        offloader.put("model", tree)
         del tree
-        residency.enter("rollout")
-        residency.wait()
+        offloader.enter("rollout")
+        offloader.wait()
         before = live_bytes()["device"]
-        residency.ahead("train")
-        residency.ahead("train")
+        offloader.prefetch("train")
+        offloader.prefetch("train")
         assert live_bytes()["device"] == before
-        residency.enter("train")
-        residency.wait()
-        assert bits(residency["model"]) == expected
-        assert sum(move.source == DISK for move in residency.moves()) == 1
+        offloader.enter("train")
+        offloader.wait()
+        assert bits(offloader["model"]) == expected
+        assert sum(move.source == DISK for move in offloader.pop_moves()) == 1
 
 
-def test_an_array_of_two_models_stays_while_one_of_them_is_there():
+def test_a_shared_array_stays_while_one_model_needs_it():
     shared = jnp.arange(5.0)
-    with Residency(table({"rollout": HOST, "inference": HOST, "train": HOST})) as residency:
-        residency.hold("model", {"shared": shared, "own": (own := jnp.ones(3))})
-        residency.hold("other", {"shared": shared})
-        residency.enter("rollout")
-        assert (shared.is_deleted(), own.is_deleted()) == (False, True)
+    with HostOffloader(table({"rollout": HOST, "inference": HOST, "train": HOST})) as offloader:
+        offloader.put("model", {"shared": shared, "own": (unshared := jnp.ones(3))})
+        offloader.put("other", {"shared": shared})
+        offloader.enter("rollout")
+        assert (shared.is_deleted(), unshared.is_deleted()) == (False, True)
 
 
-def test_a_version_that_was_handed_out_lasts_while_the_next_one_is_made():
-    with Residency(table({"rollout": HOST, "inference": HOST, "train": DEVICE})) as residency:
+def test_a_model_in_use_lasts_while_the_next_version_is_made():
+    with HostOffloader(table({"rollout": HOST, "inference": HOST, "train": DEVICE})) as offloader:
         tree = make_tree()
         expected = bits(tree)
-        residency.hold("model", tree)
-        residency.enter("rollout")
-        handed = residency["model"]
-        residency.enter("train")
-        residency.wait()
-        jax.jit(lambda x: x + 1, donate_argnums=0)(residency["model"]["wide"])
-        residency.hold("model", make_tree())
-        residency.enter("rollout")
+        offloader.put("model", tree)
+        offloader.enter("rollout")
+        handed = offloader["model"]
+        offloader.enter("train")
+        offloader.wait()
+        jax.jit(lambda x: x + 1, donate_argnums=0)(offloader["model"]["wide"])
+        offloader.put("model", make_tree())
+        offloader.enter("rollout")
         assert bits(handed) == expected
 
 
-def test_the_table_of_a_run_has_models_on_the_device_where_they_are_used():
+def test_placement_table_keeps_models_on_device_in_stages_that_use_them():
     for place in (DEVICE, HOST, DISK):
-        found = places(place)
-        assert found["optimizer"] == {"rollout": place, "inference": place, "train": DEVICE}
-        assert found["reference"] == {"rollout": place, "inference": DEVICE, "train": place}
-        assert set(found["policy"].values()) == {DEVICE}
+        actual = placement_table(place)
+        assert actual["optimizer"] == {"rollout": place, "inference": place, "train": DEVICE}
+        assert actual["reference"] == {"rollout": place, "inference": DEVICE, "train": place}
+        assert set(actual["policy"].values()) == {DEVICE}
 
 
-def test_a_full_disk_is_said_in_one_sentence_and_the_model_is_kept(tmp_path):
-    with Residency(table({"rollout": DISK, "inference": DEVICE, "train": DEVICE}), folder=tmp_path) as residency:
+def test_a_full_disk_raises_one_sentence_and_keeps_the_model(tmp_path):
+    with HostOffloader(table({"rollout": DISK, "inference": DEVICE, "train": DEVICE}), folder=tmp_path) as offloader:
         tree = make_tree()
         expected = bits(tree)
-        residency.hold("model", tree)
-        with small_files(SIZE):
-            residency.enter("rollout")
+        offloader.put("model", tree)
+        with file_size_limit(SIZE):
+            offloader.enter("rollout")
             with pytest.raises(fg.BadInput, match=r"can't take the .* GB of the model .*: free some space"):
-                residency.wait()
-        residency.enter("train")
-        assert bits(residency["model"]) == expected
+                offloader.wait()
+        offloader.enter("train")
+        assert bits(offloader["model"]) == expected
 
 
 def test_bad_tables_and_models_are_refused(tmp_path):
     with pytest.raises(fg.BadInput, match="the places of 'model' are"):
-        Residency({"model": {"rollout": DEVICE}})
+        HostOffloader({"model": {"rollout": DEVICE}})
     with pytest.raises(fg.BadInput, match="pass the folder="):
-        Residency(table(dict.fromkeys(STAGES, DISK)))
-    with Residency(places(DISK), folder=tmp_path) as residency:
+        HostOffloader(table(dict.fromkeys(STAGES, DISK)))
+    with HostOffloader(placement_table(DISK), folder=tmp_path) as offloader:
         with pytest.raises(fg.BadInput, match="has no model 'else': add its row"):
-            residency.hold("else", jnp.ones(2))
+            offloader.put("else", jnp.ones(2))
         with pytest.raises(fg.BadInput, match="which is no array of JAX"):
-            residency.hold("policy", np.ones(2))
+            offloader.put("policy", np.ones(2))
 
 
-def test_the_memory_meter_keeps_the_most_that_a_stage_held():
+def test_the_memory_meter_records_the_peak_of_a_stage():
     memory_meter = MemoryMeter()
     with memory_meter.stage("first"):
-        held = jnp.ones(SIZE)
+        array = jnp.ones(SIZE)
     with memory_meter.stage("second"):
-        held.delete()
-    peaks = memory_meter.take()
+        array.delete()
+    peaks = memory_meter.pop_peaks()
     assert min(peaks["first"], peaks["second"]) >= SIZE * 4
     with memory_meter.stage("third"):
         pass
-    assert memory_meter.take()["third"] <= peaks["first"] - SIZE * 4
+    assert memory_meter.pop_peaks()["third"] <= peaks["first"] - SIZE * 4

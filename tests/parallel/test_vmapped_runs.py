@@ -1,4 +1,4 @@
-"""Several runs at once: whatever the lanes and devices, each run is treated alone, and all stand in their order."""
+"""Several runs at once: with any lanes and devices, runs are independent and stay in order."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flowgrpo.parallel.row_sharding import many_updates, over_runs, stack_trees
+from flowgrpo.parallel.row_sharding import map_runs, scan_updates, stack_trees
 from flowgrpo.types import BadInput
 
 MESH = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
@@ -25,23 +25,23 @@ def start(seed: int) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("lanes", "mesh"), [(None, None), (1, MESH), (2, None), (3, MESH), (9, MESH)])
-def test_each_run_is_what_it_is_alone(lanes, mesh):
+def test_map_runs_equals_single_runs(lanes, mesh):
     seeds = (3, 0, 7, 1, 5)
-    whole = over_runs(partial(many_updates, step, updates=4), lanes=lanes, mesh=mesh)
+    whole = map_runs(partial(scan_updates, step, updates=4), lanes=lanes, mesh=mesh)
     after, figures = jax.jit(whole)(stack_trees([start(seed) for seed in seeds]))
     assert figures["x"].shape == (5, 4)
     alone = jax.jit(step)
     for place, seed in enumerate(seeds):
         run = start(seed)
         for update in range(4):
-            run, seen = alone(run)
-            np.testing.assert_allclose(figures["x"][place, update], seen["x"], rtol=1e-5, atol=1e-6)
+            run, expected = alone(run)
+            np.testing.assert_allclose(figures["x"][place, update], expected["x"], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(after["x"][place], run["x"], rtol=1e-5, atol=1e-6)
         assert int(after["update"][place]) == 4
 
 
 def test_bad_input_is_a_sentence():
     with pytest.raises(BadInput, match="lanes is 0"):
-        over_runs(step, lanes=0)
+        map_runs(step, lanes=0)
     with pytest.raises(BadInput, match="there is no run"):
         stack_trees([])

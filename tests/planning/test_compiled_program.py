@@ -6,16 +6,16 @@ import pytest
 
 from flowgrpo.planning.compiled_program import (
     arrays_with,
-    collectives,
-    copies,
-    largest,
+    count_collectives,
+    count_copies,
+    largest_transfers,
     moved_bytes,
     parse,
     program_steps,
     sent_bytes,
     shape_bytes,
-    silent_bytes,
     total_cycles,
+    unestimated_bytes,
 )
 
 LOOPS = """HloModule loops, entry_computation_layout={(f32[8,4]{1,0})->f32[8,4]{1,0}}
@@ -72,11 +72,13 @@ ENTRY %main (x.1: f32[8,4]) -> f32[8,4] {
 
 def one(line: str, *parameters: str, before: str = "", trips=()):
     """The steps of a program with these parameters (p0, p1, ...) and one instruction."""
-    given = "\n".join(f"  %p{number} = {shape} parameter({number})" for number, shape in enumerate(parameters))
-    return program_steps(f"HloModule one\n\n{before}\nENTRY %main () -> f32[] {{\n{given}\n  ROOT {line}\n}}\n", trips)
+    arguments = "\n".join(f"  %p{number} = {shape} parameter({number})" for number, shape in enumerate(parameters))
+    return program_steps(
+        f"HloModule one\n\n{before}\nENTRY %main () -> f32[] {{\n{arguments}\n  ROOT {line}\n}}\n", trips
+    )
 
 
-def test_loops_run_as_often_as_they_count_or_are_said_to():
+def test_loops_multiply_their_instructions():
     steps = program_steps(LOOPS, trips=(2, 7))
     negated = [step.times for step in steps if step.opcode == "negate"]
     assert negated == [5, 6, 2 * 7]
@@ -84,7 +86,7 @@ def test_loops_run_as_often_as_they_count_or_are_said_to():
     assert total_cycles(steps) == 100 * sum(negated)
 
 
-def test_of_the_branches_the_one_that_moves_most_counts():
+def test_branch_that_moves_most_counts():
     steps = program_steps(LOOPS)
     assert [step.times for step in steps if step.opcode == "copy"] == [1]
     assert moved_bytes(steps) == (5 + 6 + 1 + 1) * 2 * 8 * 4 * 4
@@ -92,7 +94,7 @@ def test_of_the_branches_the_one_that_moves_most_counts():
     assert moved_bytes(program_steps(named)) == moved_bytes(steps)
 
 
-def test_a_computation_knows_its_result_and_parameters():
+def test_computation_has_root_and_parameters():
     computations, entry = parse(LOOPS)
     assert entry == "main"
     assert computations["inner"].root.name == "t"
@@ -118,7 +120,7 @@ def test_bytes_of_shapes(shape, size):
     assert shape_bytes(shape) == size
 
 
-def test_a_slice_is_read_and_an_update_is_written_and_no_more():
+def test_slices_and_updates_count_their_part():
     (step,) = one("%s = f32[1,4] dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={1,4}", "f32[8,4]", "s32[]")
     assert (step.read, step.written) == (16 + 2 * 4, 16)
     (step,) = one("%u = f32[8,4] dynamic-update-slice(%p0, %p1, %p2, %p2)", "f32[8,4]", "f32[1,4]", "s32[]")
@@ -133,14 +135,14 @@ def test_a_slice_is_read_and_an_update_is_written_and_no_more():
 """
     (step,) = one("%f = f32[8,4] fusion(%p0, %p1), kind=kLoop, calls=%fused", "f32[8,4]", "f32[4]", before=body)
     assert (step.read, step.written) == (16, 16)
-    assert copies([step], (8, 4)) == 0
+    assert count_copies([step], (8, 4)) == 0
     (step,) = one("%c = f32[8,4] copy(%p0)", "f32[8,4]")
     assert (step.read, step.written) == (128, 128)
-    assert copies([step], (4, 8), (9, 9)) == 1
-    assert copies([step], (8, 5)) == 0
+    assert count_copies([step], (4, 8), (9, 9)) == 1
+    assert count_copies([step], (8, 5)) == 0
 
 
-def test_a_fusion_reads_the_part_that_fusions_within_it_read():
+def test_fusion_reads_what_inner_fusions_read():
     body = """%deeper (a: f32[8,4]) -> f32[1,4] {
   %a = f32[8,4] parameter(0)
   %zero = s32[] constant(0)
@@ -164,7 +166,7 @@ def test_a_fusion_reads_the_part_that_fusions_within_it_read():
 @pytest.mark.parametrize(
     ("use", "read"), [("f32[32] add(%flat, %flat)", 128), ("f32[4] dynamic-slice(%flat, %zero)", 16)]
 )
-def test_what_a_fusion_within_another_hands_on_is_read_by_the_users_of_that(operation, use, read):
+def test_passed_through_operands_are_read_by_their_users(operation, use, read):
     body = f"""%same (a: f32[8,4]) -> f32[32] {{
   %a = f32[8,4] parameter(0)
   ROOT %flat = f32[32] {operation}(%a)
@@ -193,13 +195,13 @@ def test_what_a_fusion_within_another_hands_on_is_read_by_the_users_of_that(oper
         ("%i = f32[8,4] all-reduce(%p0)", "all-reduce", 0.0),
     ],
 )
-def test_collectives_send_what_reaches_a_device(line, kind, sent):
+def test_collectives_count_received_bytes(line, kind, sent):
     steps = one(line, "f32[8,4]")
     assert sent_bytes(steps) == sent * 128
-    assert collectives(steps) == ({kind: 1} if sent else {})
+    assert count_collectives(steps) == ({kind: 1} if sent else {})
 
 
-def test_a_collective_that_is_spread_over_fusions_is_sent_once():
+def test_collective_spread_over_fusions_counts_once():
     body = "".join(
         f"""%part{number} (a: f32[8,4]) -> f32[32,4] {{
   %a = f32[8,4] parameter(0)
@@ -219,10 +221,10 @@ def test_a_collective_that_is_spread_over_fusions_is_sent_once():
 """
     steps = program_steps(text)
     assert sent_bytes(steps) == 3 * 128
-    assert collectives(steps) == {"all-gather": 1}
+    assert count_collectives(steps) == {"all-gather": 1}
 
 
-def test_what_starts_writes_its_result_once_and_what_is_done_nothing():
+def test_async_start_writes_and_done_does_not():
     text = """HloModule started
 
 %copied (a: f32[8,4]) -> f32[8,4] {
@@ -243,15 +245,18 @@ ENTRY %main (x: f32[8,4]) -> f32[8,4] {
     assert (negated.opcode, negated.written) == ("negate", 128)
 
 
-def test_kernels_without_an_estimate_are_told_apart():
+def test_kernels_without_estimate_are_separate():
     kernel = '%k = f32[8,4] custom-call(%p0), custom_call_target="tpu_custom_call"'
-    assert silent_bytes(one(kernel, "f32[8,4]")) == 256
-    assert silent_bytes(one(kernel + ', backend_config={"estimated_cycles":"9"}', "f32[8,4]")) == 0
-    assert silent_bytes(one(kernel + ', backend_config={"estimated_cycles":"9223372036854775807"}', "f32[8,4]")) == 256
+    assert unestimated_bytes(one(kernel, "f32[8,4]")) == 256
+    assert unestimated_bytes(one(kernel + ', backend_config={"estimated_cycles":"9"}', "f32[8,4]")) == 0
+    assert (
+        unestimated_bytes(one(kernel + ', backend_config={"estimated_cycles":"9223372036854775807"}', "f32[8,4]"))
+        == 256
+    )
     assert one('%k = f32[8,4] custom-call(), custom_call_target="AllocateBuffer"') == []
 
 
-def test_half_of_a_layer_counts_of_the_cache_that_a_kernel_is_given():
+def test_cache_kernel_reads_half_of_a_layer():
     kernel = '%k = f32[2,4] custom-call(%p0, %p1), custom_call_target="triton", metadata={op_name="jit(f)/NAME/call"}'
     cache, queries = "bf16[3,2,1,16,4]", "bf16[2,1,1,4]"
     (step,) = one(kernel.replace("NAME", "decode_parts"), queries, cache)
@@ -260,7 +265,7 @@ def test_half_of_a_layer_counts_of_the_cache_that_a_kernel_is_given():
     assert other.read == 16 + 3 * 2 * 16 * 4 * 2
 
 
-def test_squares_are_found_by_their_sizes():
+def test_arrays_are_found_by_their_sizes():
     steps = one("%q = f32[2,64,64] exponential(%p0)", "f32[2,64,64]")
     assert arrays_with(steps, 64, 64) == steps
     assert arrays_with(steps, 2, 64) == steps
@@ -268,14 +273,14 @@ def test_squares_are_found_by_their_sizes():
     assert arrays_with(one("%q = f32[2,64,64]{2,1,0:S(1)} exponential(%p0)", "f32[2,64,64]"), 64, 64)
 
 
-def test_what_moves_most_comes_first_and_equals_together():
-    (first, bytes_first), *rest = largest(program_steps(LOOPS, trips=(2, 7)))
+def test_largest_transfers_are_grouped_and_sorted():
+    (first, bytes_first), *rest = largest_transfers(program_steps(LOOPS, trips=(2, 7)))
     assert first == "negate f32[8,4] of jit(f)/neg"
     assert bytes_first == (5 + 6 + 14) * 256
     assert [size for _, size in rest] == [256]
 
 
-def test_a_program_of_cpus_is_read_as_it_is():
+def test_cpu_program_is_parsed():
     x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     work = jax.jit(lambda x: jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, None, length=9)[0])
     steps = program_steps(work.lower(x).compile().as_text())

@@ -51,7 +51,7 @@ def case(mesh: str | None = None, job: Workload = JOB, **settings) -> DryRunCase
 # Counting ---------------------------------------------------------------------------------------------
 
 
-def test_products_in_loops_count_as_often_as_the_loops_run():
+def test_products_in_loops_count_every_iteration():
     a = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 
     def work(x):
@@ -69,7 +69,7 @@ def test_products_in_loops_count_as_often_as_the_loops_run():
     assert count_products(jaxpr, trips=(7,)).bytes == (5 + 7 + 2) * 3 * 8 * 8 * 4
 
 
-def test_of_branches_by_platform_the_own_one_counts():
+def test_branch_of_the_platform_counts():
     def work(x):
         return jax.lax.platform_dependent(x, cpu=lambda x: x @ x, default=lambda x: x @ x @ x)
 
@@ -77,14 +77,14 @@ def test_of_branches_by_platform_the_own_one_counts():
     assert [count_products(jaxpr, (), name).flops for name in ("cpu", "tpu")] == [2 * 8**3, 4 * 8**3]
 
 
-def test_decoding_counts_the_blocks_of_its_platform():
+def test_decoding_counts_blocks_of_its_platform():
     there = case(job=replace(JOB, length=3000), target=parse_target("v5e-1"))
     assert slots_at_once(there) == 1024  # of 3,072 slots
     assert slots_at_once(there._replace(target=None)) == 128
     assert slots_at_once(case(target=parse_target("v5e-1"))) == JOB.length
 
 
-def test_a_forward_pass_counts_as_the_formula_has_it():
+def test_forward_pass_counts_as_in_the_formula():
     policy, tokens = make_policy(CONFIG), jax.ShapeDtypeStruct((3, 32), jnp.int32)
     params = jax.eval_shape(policy.init, jax.eval_shape(lambda: jax.random.key(0)))
     traced = jax.make_jaxpr(lambda params, tokens: policy.apply(params, tokens)[0])(params, tokens)
@@ -100,7 +100,7 @@ def test_a_forward_pass_counts_as_the_formula_has_it():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nan_allowed")  # where JAX looks for NaN it donates nothing
-def test_an_update_is_compiled_from_shapes_alone():
+def test_update_is_compiled_from_shapes_alone():
     before = jax.live_arrays()  # held here, so that none of other tests goes meanwhile
     (program,) = dry_run(case(), ["update"])
     assert len(jax.live_arrays()) == len(before)
@@ -111,12 +111,12 @@ def test_an_update_is_compiled_from_shapes_alone():
     assert state <= program.reused + 64  # the donated state lies where it lay
     assert program.peak > sum(program.floor.values()) > state
     # XLA meets four micro-batches once; what is traced has them all, and the logits a second time backward.
-    assert program.flops > program.useful > program.flops_once
+    assert program.flops > program.useful_flops > program.flops_once
     assert micro_batches(JOB, None) == 4
 
 
 @pytest.mark.slow
-def test_computing_layers_again_takes_more_work_and_fewer_activations():
+def test_remat_takes_more_flops_and_fewer_activations():
     plain, again = (Workload(**{**vars(JOB), "remat": remat}) for remat in (False, True))
     floors = [update_floor(CONFIG, job, {}, moved=1.0)["activations"] for job in (plain, again)]
     assert floors[1] < floors[0]
@@ -129,7 +129,7 @@ def test_computing_layers_again_takes_more_work_and_fewer_activations():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2"])
-def test_a_mesh_divides_work_and_state(mesh):
+def test_mesh_divides_work_and_state(mesh):
     # Whole tiles of exact mode on each device, so that nothing is padded.
     job = Workload(**{**vars(JOB), "rows": 16, "length": 48, "slots": 192, "chunk": 48})
     alone, spread = (dry_run(case(at, job=job)) for at in (None, mesh))
@@ -139,12 +139,12 @@ def test_a_mesh_divides_work_and_state(mesh):
     assert spread[0].floor["parameters"] == pytest.approx(4 * held)
     assert spread[0].floor["optimizer"] == pytest.approx(8 * held, abs=64)
     for one, many in zip(alone, spread, strict=True):
-        assert many.useful == pytest.approx(one.useful / 8)
+        assert many.useful_flops == pytest.approx(one.useful_flops / 8)
         assert many.flops == pytest.approx(one.flops / 8, rel=0.02)
 
 
 @pytest.mark.slow
-def test_an_adapter_alone_has_gradients_and_moments():
+def test_only_the_adapter_has_gradients_and_moments():
     (whole,), (adapter,) = dry_run(case(), ["update"]), dry_run(case(lora=LoraConfig(rank=2)), ["update"])
     assert adapter.floor["optimizer"] < whole.floor["optimizer"]
     assert adapter.floor["gradients"] < whole.floor["gradients"]
@@ -152,7 +152,7 @@ def test_an_adapter_alone_has_gradients_and_moments():
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("nf4", 4)])
-def test_a_quantised_base_takes_the_bits_of_its_kind_on_every_device(kind, bits):
+def test_quantised_base_takes_its_bits_on_every_device(kind, bits):
     """Matrices are divided over all devices, and what is not quantised is as it was."""
     sizes = {}
     for mesh in (None, "fsdp=4,tensor=2"):
@@ -180,13 +180,13 @@ def test_quantised_weights_are_not_trained():
         case(quantised="int8")
 
 
-def test_a_program_that_is_not_there_is_named():
+def test_unknown_program_is_refused():
     with pytest.raises(fg.BadInput, match="no program 'reference' to compile here; choose from update, prefill"):
         dry_run(case(), ["reference"])
 
 
-def test_slots_that_the_devices_cannot_share_are_refused():
-    with pytest.raises(fg.BadInput, match="12 slots can't be dealt evenly"):
+def test_slots_that_cannot_be_sharded_are_refused():
+    with pytest.raises(fg.BadInput, match="12 slots can't be sharded evenly"):
         dry_run(case("fsdp=8", job=Workload(**{**vars(JOB), "slots": 12})), ["decode"])
 
 
@@ -197,7 +197,7 @@ def test_sizes_below_one_are_refused():
         Workload(prompt=64, length=64)
 
 
-def test_parameters_that_the_mesh_does_not_divide_count_whole():
+def test_undivided_parameters_count_fully():
     everything = count_parameters(CONFIG)
     assert sharded_parameters(CONFIG, {"data": 8, "fsdp": 1, "tensor": 1}) == everything
     biases = LAYERS * (CONFIG.h + 2 * CONFIG.k) * CONFIG.e

@@ -17,8 +17,8 @@ from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.attention_kernels import flash
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
-from flowgrpo.parallel.sharding import make_mesh, settle
-from flowgrpo.planning.compiled_program import arrays_with, collectives, copies, moved_bytes, program_steps
+from flowgrpo.parallel.sharding import make_mesh, shard_policy
+from flowgrpo.planning.compiled_program import arrays_with, count_collectives, count_copies, moved_bytes, program_steps
 from flowgrpo.planning.cost_model import Workload
 from flowgrpo.planning.dry_run import abstract_state, dry_run, local_bytes, make_case
 from flowgrpo.planning.targets import missing_compiler, parse_target, target_devices
@@ -65,20 +65,20 @@ def program(name: str, kind: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_step_of_decoding_copies_no_cache(name):
-    assert copies(program(name, "decode").instructions, *CACHES) < STEPS  # once before the loop at most
+def test_decoding_copies_no_cache(name):
+    assert count_copies(program(name, "decode").instructions, *CACHES) < STEPS  # once before the loop at most
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
-def test_decoding_writes_into_the_cache_that_it_was_given(name):
+def test_decoding_writes_its_cache_in_place(name):
     cost = program(name, "decode")
     assert cost.reused >= cost.floor["cache"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
-def test_an_update_has_no_square_of_tokens_and_a_state_that_lies_where_it_lay(name):
+def test_update_has_no_quadratic_array_and_donates_its_state(name):
     cost = program(name, "update")
     assert not arrays_with(cost.instructions, ROW, ROW)
     assert cost.reused >= local_bytes(abstract_state(case(name, "update")))
@@ -86,27 +86,27 @@ def test_an_update_has_no_square_of_tokens_and_a_state_that_lies_where_it_lay(na
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
-def test_an_update_gathers_each_layer_twice_and_sums_gradients_once(name):
+def test_update_gathers_layers_twice_and_reduces_gradients_once(name):
     """Of the seven products and the embedding, in the passes forward and backward of each micro-batch."""
-    found = collectives(program(name, "update").instructions)
+    counts = count_collectives(program(name, "update").instructions)
     micro_batches = JOB.rows // DEVICES
-    assert found["all-gather"] <= micro_batches * 2 * (7 * LAYERS + 2)
-    assert found.get("reduce-scatter", 0) <= micro_batches * (7 * LAYERS + 2)
+    assert counts["all-gather"] <= micro_batches * 2 * (7 * LAYERS + 2)
+    assert counts.get("reduce-scatter", 0) <= micro_batches * (7 * LAYERS + 2)
 
 
 @pytest.mark.slow
 @compiler_of(GPU)
-def test_a_kernel_over_a_cache_is_given_it_as_it_lies():
+def test_cache_kernel_reads_the_cache_without_copies():
     """Of the cache nothing is read beside what is filled of it, and the parts that are put together."""
     plain = case(GPU, "decode")
     job = replace(JOB, dtype="bfloat16", compute_dtype=None)
-    policy = settle(make_policy(CONFIG, dtype=jnp.bfloat16, attend=flash), plain.mesh, plain.axes)
+    policy = shard_policy(make_policy(CONFIG, dtype=jnp.bfloat16, attend=flash), plain.mesh, plain.axes)
     (cost,) = dry_run(plain._replace(job=job, policy=policy), ["decode"])
     kernels = [step for step in cost.instructions if "/decode_" in step.origin]
     assert sum(step.times for step in kernels) == 2 * STEPS * LAYERS
     assert moved_bytes(kernels) <= 1.3 * STEPS * cost.floor["cache"] / 2
     of_blocks = [step for step in cost.instructions if step not in kernels and arrays_with([step], 1024)]
-    assert copies(cost.instructions, *CACHES) < STEPS
+    assert count_copies(cost.instructions, *CACHES) < STEPS
     assert not [step for step in of_blocks if step.times >= STEPS]
 
 
@@ -120,7 +120,7 @@ def steps_of(work, *shapes, donate: tuple[int, ...] = ()):
     return program_steps(compiled.as_text()), compiled.memory_analysis().alias_size_in_bytes
 
 
-def test_a_planted_copy_of_a_cache_is_found():
+def test_planted_cache_copy_is_found():
     """A token that is written in every step, into the cache itself and into a copy of it in another layout."""
     cache, token = (8, 256, 16), (8, 1, 16)
 
@@ -133,11 +133,11 @@ def test_a_planted_copy_of_a_cache_is_found():
 
     right, _ = steps_of(lambda cache, token: write(cache, token, False), cache, token, donate=(0,))
     wrong, _ = steps_of(lambda cache, token: write(cache, token, True), cache, token, donate=(0,))
-    assert copies(right, cache) < STEPS
-    assert copies(wrong, cache) >= STEPS
+    assert count_copies(right, cache) < STEPS
+    assert count_copies(wrong, cache) >= STEPS
 
 
-def test_a_planted_square_of_tokens_is_found():
+def test_planted_quadratic_array_is_found():
     row = (320, 16)
     wrong, _ = steps_of(lambda q, k: jax.nn.softmax(q @ k.T) @ k, row, row)
     right, _ = steps_of(lambda q, k: jax.nn.softmax(q @ k[:128].T) @ k[:128], row, row)
@@ -145,13 +145,13 @@ def test_a_planted_square_of_tokens_is_found():
     assert not arrays_with(right, 320, 320)
 
 
-def test_a_state_that_is_not_donated_is_found():
+def test_missing_donation_is_found():
     state = (64, 16)
     assert steps_of(lambda x: x + 1, state)[1] == 0
     assert steps_of(lambda x: x + 1, state, donate=(0,))[1] == 64 * 16 * 4
 
 
-def test_a_planted_collective_is_found():
+def test_planted_collective_is_found():
     """A sum over the devices in every layer is told from one after all of them."""
     mesh = make_mesh({"fsdp": 2}, jax.devices()[:2])
 
@@ -167,7 +167,7 @@ def test_a_planted_collective_is_found():
 
         spread = jax.shard_map(work, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P())
         x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("fsdp")))
-        return collectives(program_steps(jax.jit(spread).lower(x).compile().as_text()))
+        return count_collectives(program_steps(jax.jit(spread).lower(x).compile().as_text()))
 
     assert count(each=False) == {"all-reduce": 1}
     assert count(each=True) == {"all-reduce": 3}

@@ -11,10 +11,10 @@ from jax.experimental import pallas as pl
 from flowgrpo.planning import program_cost
 from flowgrpo.planning.compiled_program import ExecutedStep
 from flowgrpo.planning.cost_model import count_products
-from flowgrpo.planning.program_cost import ProgramCost, measure_program, parse_exhausted
-from flowgrpo.planning.roofline import bound, ideal_seconds
+from flowgrpo.planning.program_cost import ProgramCost, ProgramEstimate, measure_program, parse_exhausted
+from flowgrpo.planning.roofline import ideal_seconds, roofline_bound
 from flowgrpo.planning.targets import CHIPS, parse_target
-from flowgrpo.recipes.dry_runs import program_rows, show_programs, time_row, waste
+from flowgrpo.recipes.dry_runs import memory_rows, program_breakdown, show_programs, time_row
 from flowgrpo.types import BadInput
 
 GIB = 2**30
@@ -28,12 +28,12 @@ COST = ProgramCost(
     reused=GIB,
     temporary=3 * GIB,
     peak=10 * GIB,
-    beside=2 * GIB,
+    resident_bytes=2 * GIB,
     flops=197e9,
     bytes=1.0,
     flops_once=1.0,
     bytes_once=1.0,
-    useful=98.5e9,
+    useful_flops=98.5e9,
     floor={"parameters": 81.9e6, "cache": 163.8e6},
     seconds=1.0,
     steps=2,
@@ -50,11 +50,11 @@ COST = ProgramCost(
         ("RESOURCE_EXHAUSTED: Used 1.5T of 512.0M hbm", 1536, 0.5),
     ],
 )  # fmt: skip
-def test_a_refusal_says_how_much_would_be_needed(message, used, limit):
+def test_out_of_memory_errors_are_parsed(message, used, limit):
     assert parse_exhausted(message) == (used * GIB, limit * GIB)
 
 
-def test_any_other_refusal_is_told_as_it_is():
+def test_other_compiler_errors_are_raised():
     with pytest.raises(BadInput, match="the compiler refuses the program: INTERNAL: no such instruction"):
         parse_exhausted("INTERNAL: no such instruction")
 
@@ -83,33 +83,33 @@ class Traced(SimpleNamespace):
         return "ENTRY %main (x: f32[2]) -> f32[2] {\n  %x = f32[2] parameter(0)\n  ROOT %y = f32[2] negate(%x)\n}\n"
 
 
-def test_what_does_not_fit_says_by_how_much():
+def test_program_that_does_not_fit_reports_missing_bytes():
     refusal = "RESOURCE_EXHAUSTED: Used 20.00G of 15.75G hbm"
-    told = program_cost._compile(Traced(platform="tpu", refusal=refusal), parse_target("v5e"), ())
-    assert (told["peak"], told["lacks"]) == (20 * GIB, 4.25 * GIB)
-    told = program_cost._compile(Traced(platform="tpu", refusal=None), parse_target("v5e"), ())
-    assert (told["peak"], told["lacks"]) == (12 * GIB, 0)
-    assert [step.opcode for step in told["instructions"]] == ["negate"]
+    compiled = program_cost._compile(Traced(platform="tpu", refusal=refusal), parse_target("v5e"), ())
+    assert (compiled["peak"], compiled["lacks"]) == (20 * GIB, 4.25 * GIB)
+    compiled = program_cost._compile(Traced(platform="tpu", refusal=None), parse_target("v5e"), ())
+    assert (compiled["peak"], compiled["lacks"]) == (12 * GIB, 0)
+    assert [step.opcode for step in compiled["instructions"]] == ["negate"]
     # Compilers of GPUs refuse nothing: what is there from the first to the last is compared with the chip.
-    told = program_cost._compile(Traced(platform="cuda", refusal=None), parse_target("h100"), ())
-    assert told["peak"] == 91 * GIB
-    assert told["lacks"] == pytest.approx(91 * GIB - 0.95 * 84_942_979_072)
+    compiled = program_cost._compile(Traced(platform="cuda", refusal=None), parse_target("h100"), ())
+    assert compiled["peak"] == 91 * GIB
+    assert compiled["lacks"] == pytest.approx(91 * GIB - 0.95 * 84_942_979_072)
 
 
 def test_programs_of_one_device_are_compiled_for_the_target():
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     work = jax.jit(lambda x: x @ x)
-    settings = {"trips": (), "useful": 8.0, "floor": {}, "beside": 0}
-    alone = measure_program("one", work, (x,), None, target=None, **settings)
-    there = measure_program("one", work, (x,), None, target=parse_target("cpu-2"), **settings)
+    estimate = ProgramEstimate(trips=(), useful_flops=8.0, floor={})
+    alone = measure_program("one", work, (x,), None, estimate, target=None)
+    there = measure_program("one", work, (x,), None, estimate, target=parse_target("cpu-2"))
     assert alone.peak == there.peak == alone.arguments + alone.outputs - alone.reused + alone.temporary
     assert alone.flops == 2 * 8**3
     (laid,) = program_cost._on_target((x,), parse_target("cpu-2"))
     assert laid.sharding.device_set == {jax.devices()[0]}
 
 
-def test_a_bound_is_the_slower_of_computing_and_moving_and_then_sending():
-    limit = bound(COST, CHIPS["v5e"])
+def test_roofline_bound_is_worked_by_hand():
+    limit = roofline_bound(COST, CHIPS["v5e"])
     assert limit.computing == pytest.approx(1e-3)
     assert limit.memory == pytest.approx(2e-3)
     assert limit.links == pytest.approx(2e-3)
@@ -117,18 +117,18 @@ def test_a_bound_is_the_slower_of_computing_and_moving_and_then_sending():
     assert limit.estimated == pytest.approx(2 * 3e6 / 1.5e9 + 2e-3)
     assert limit.utilisation == pytest.approx(0.5e-3 / 6e-3)
     more = COST._replace(instructions=(STEP, SENT, KERNEL), kernels=39.4e9)
-    assert bound(more, CHIPS["v5e"]).estimated == pytest.approx(limit.estimated + 0.2e-3)
-    assert bound(COST, CHIPS["h100"]).estimated == 0
-    assert bound(COST, CHIPS["cpu"]) is None
-    assert bound(COST._replace(instructions=()), CHIPS["v5e"]) is None
+    assert roofline_bound(more, CHIPS["v5e"]).estimated == pytest.approx(limit.estimated + 0.2e-3)
+    assert roofline_bound(COST, CHIPS["h100"]).estimated == 0
+    assert roofline_bound(COST, CHIPS["cpu"]) is None
+    assert roofline_bound(COST._replace(instructions=()), CHIPS["v5e"]) is None
     assert ideal_seconds(COST, CHIPS["v5e"]) == pytest.approx(0.2e-3)
 
 
-def test_rows_say_what_a_program_takes_and_how_long(capsys):
+def test_rows_show_memory_and_time_of_a_program(capsys):
     target = parse_target("v5e-8")
     (row,) = show_programs([COST], 11 * GIB, offload=False, target=target)
     assert (row["fits"], row["lacks"]) == (False, 1.0)  # with what the run keeps beside it
-    assert program_rows([COST], 11 * GIB, offload=True)[0]["fits"]
+    assert memory_rows([COST], 11 * GIB, offload=True)[0]["fits"]
     assert (row["step_ms"], row["ideal_ms"], row["over_ideal"]) == (3.0, 0.2, 5.0)
     assert row["collectives_by_kind"] == {"all-gather": 2}
     assert row["largest"][0] == ["fusion f32[8] of jit(f)/mul", 1.64]
@@ -136,12 +136,12 @@ def test_rows_say_what_a_program_takes_and_how_long(capsys):
     assert "decode moves most by: 1.64 GB fusion f32[8] of jit(f)/mul" in capsys.readouterr().out
     refused = COST._replace(instructions=(), lacks=float(GIB))
     assert time_row(refused, target.chip).keys() == time_row(COST, target.chip).keys()
-    assert program_rows([refused], 100 * GIB, offload=True)[0]["lacks"] == 1.0
-    assert waste(refused)["largest"] == []
+    assert memory_rows([refused], 100 * GIB, offload=True)[0]["lacks"] == 1.0
+    assert program_breakdown(refused)["largest"] == []
     assert "mfu" not in show_programs([COST], None, offload=True, target=parse_target("cpu-8"))[0]
 
 
-def test_products_of_a_kernel_count_once_for_each_place_of_its_grid():
+def test_kernel_products_count_once_per_grid_point():
     def multiply(x, y, out):
         out[...] = jnp.dot(x[...], y[...])
 

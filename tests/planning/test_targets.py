@@ -22,7 +22,7 @@ from flowgrpo.planning.targets import (
 from flowgrpo.types import BadInput
 
 
-def test_a_target_is_a_chip_and_how_many():
+def test_target_is_a_chip_and_a_count():
     assert parse_target("v5e-8")[::2] == ("v5e-8", 8)
     assert parse_target("a100")[::2] == ("a100-1", 1)
     assert parse_target("h100-16").kind == "h100"
@@ -31,7 +31,7 @@ def test_a_target_is_a_chip_and_how_many():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("v7-8", "there are no figures of the chip 'v7'; choose from v4, v5e"),
         ("v5e:2x4", "must be a chip and how many, as v5e-8"),
@@ -42,12 +42,12 @@ def test_a_target_is_a_chip_and_how_many():
         ("cpu-1024", "up to 512"),
     ],
 )
-def test_what_is_no_target_is_told_with_what_would_be(text, said):
-    with pytest.raises(BadInput, match=said):
+def test_invalid_targets_are_refused(text, message):
+    with pytest.raises(BadInput, match=message):
         parse_target(text)
 
 
-def test_topologies_have_as_many_devices_as_their_number_says():
+def test_topologies_have_their_number_of_devices():
     for kind, known in TOPOLOGIES.items():
         for count, name in known.items():
             chips, cores = 1, 2 if kind == "v4" else 1
@@ -56,7 +56,7 @@ def test_topologies_have_as_many_devices_as_their_number_says():
             assert chips * cores == count or (count == 1 and chips == 4), (kind, count)
 
 
-def test_figures_are_in_bytes_and_operations_a_second():
+def test_specifications_have_plausible_units():
     for name, chip in CHIPS.items():
         if chip.platform == "cpu":
             continue
@@ -66,18 +66,18 @@ def test_figures_are_in_bytes_and_operations_a_second():
         assert (chip.clock > 0) == (chip.platform == "tpu"), name
 
 
-def test_a_compiler_of_gpus_is_told_the_figures_of_the_table():
-    told = gpu_description(CHIPS["t4"])
-    assert "major: 7 minor: 5 feature_extension: NONE" in told
-    assert "core_count: 40" in told
-    assert "memory_bandwidth: 320000000000" in told
+def test_gpu_description_has_the_specifications():
+    description = gpu_description(CHIPS["t4"])
+    assert "major: 7 minor: 5 feature_extension: NONE" in description
+    assert "core_count: 40" in description
+    assert "memory_bandwidth: 320000000000" in description
     assert "ACCELERATED_FEATURES" in gpu_description(CHIPS["h100"])
-    assert told.count("{") == told.count("}")
+    assert description.count("{") == description.count("}")
     assert compile_options("cuda")["xla_gpu_autotune_level"] == 0
     assert "xla_gpu_autotune_level" not in compile_options("tpu")
 
 
-def test_a_type_that_a_chip_does_not_multiply_is_refused():
+def test_unsupported_16_bit_type_is_refused():
     with pytest.raises(BadInput, match="t4 has no products of bfloat16: compute in float16"):
         check_dtype(parse_target("t4"), jnp.bfloat16)
     with pytest.raises(BadInput, match="v5e has no products of float16: compute in bfloat16"):
@@ -89,7 +89,7 @@ def test_a_type_that_a_chip_does_not_multiply_is_refused():
 @pytest.mark.parametrize(
     ("name", "package"), [("v5e-8", "libtpu"), ("h100-1", "jax-cuda13-plugin and jax-cuda13-pjrt")]
 )
-def test_a_compiler_that_is_not_installed_is_named_with_its_extra(monkeypatch, name, package):
+def test_missing_compiler_is_named_with_its_extra(monkeypatch, name, package):
     def absent(module):
         if "." in module:
             raise ModuleNotFoundError(module)
@@ -102,13 +102,13 @@ def test_a_compiler_that_is_not_installed_is_named_with_its_extra(monkeypatch, n
     assert missing_compiler("cpu") is None
 
 
-def test_a_topology_that_the_compiler_refuses_is_told(monkeypatch):
+def test_refused_topology_is_reported(monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("no such machine")
 
     monkeypatch.setattr(targets, "missing_compiler", lambda _: None)
     monkeypatch.setattr(targets.topologies, "get_topology_desc", refuse)
-    for name in targets.QUIET:  # put back what is set here
+    for name in targets.TPU_ENVIRONMENT:  # put back what is set here
         monkeypatch.setenv(name, os.environ.get(name, "as it was"))
     for name in ("v5e-8", "h100-16"):
         with pytest.raises(BadInput, match=rf"{name}: its compiler refuses the topology \(no such machine\)"):
@@ -116,7 +116,7 @@ def test_a_topology_that_the_compiler_refuses_is_told(monkeypatch):
     assert os.environ["TPU_SKIP_MDS_QUERY"] in ("as it was", "1")
 
 
-def test_devices_of_a_topology_are_as_many_as_the_target_has(monkeypatch):
+def test_target_devices_have_the_count_of_the_target(monkeypatch):
     described = SimpleNamespace(devices=list(range(16)))
     asked = []
     monkeypatch.setattr(targets, "missing_compiler", lambda _: None)

@@ -33,18 +33,18 @@ from flowgrpo.types import BadInput
         ),
         (
             {"model": "x", "tasks": "word_problems", "warm_start": "expert", "drop_examples": True},
-            "--drop_examples is for a warm start on what was said with them: give --warm_start=own, too",
+            "--drop_examples needs a warm start on answers sampled with them: give --warm_start=own, too",
         ),
         (
             {"model": "x", "tasks": "word_problems", "warm_start": "none", "drop_examples": True},
-            "--drop_examples is for a warm start on what was said with them: give --warm_start=own, too",
+            "--drop_examples needs a warm start on answers sampled with them: give --warm_start=own, too",
         ),
         (
             {"model": "x", "tasks": "train.jsonl", "examples": "tasks"},
-            "--examples=tasks are those of --tasks=word_problems, two_hop, reverse_text, alphabet_sort, not of "
-            "train.jsonl: give a file of them",
+            "--examples=tasks needs --tasks=word_problems, two_hop, reverse_text, alphabet_sort, not train.jsonl: "
+            "give a file of examples",
         ),
-        ({"examples": "tasks"}, "not of None: give a file of them"),
+        ({"examples": "tasks"}, "not None: give a file of examples"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(chosen, said):
@@ -54,7 +54,7 @@ def test_settings_that_contradict_each_other_are_refused(chosen, said):
 
 
 @pytest.mark.parametrize("name", TASK_SETS)
-def test_a_set_of_tasks_brings_the_settings_of_a_small_model_and_its_tools(name):
+def test_a_builtin_task_set_brings_small_settings_and_tools(name):
     settings = preset(model="x", tasks=name).to_json()
     demonstrated = {"demonstrations": 2048, "warm_steps": 128} if name in ONE_TURN else {"demonstrations": 512}
     expected = SMALL | ONE_TURN.get(name, {}) | demonstrated
@@ -63,7 +63,7 @@ def test_a_set_of_tasks_brings_the_settings_of_a_small_model_and_its_tools(name)
     assert settings["group_seconds"] == LARGE["group_seconds"]
 
 
-def test_what_is_chosen_stands_and_a_file_of_tasks_brings_those_of_the_paper():
+def test_chosen_settings_win_and_a_task_file_brings_the_papers():
     chosen = preset(model="x", tasks="word_problems", lora_rank=2, actions="lines", tools="python", context_tokens=600)
     assert (chosen.lora_rank, chosen.actions, chosen.tools, chosen.context_tokens) == (2, "lines", "python", 600)
     paper = preset(model="x", tasks="train.jsonl").to_json()
@@ -75,7 +75,7 @@ def test_what_is_chosen_stands_and_a_file_of_tasks_brings_those_of_the_paper():
     ("warm_start", "examples", "drops"),
     [("own", "tasks", True), ("some/model", "tasks", True), ("none", "tasks", False), ("expert", "none", False)],
 )
-def test_examples_are_left_out_only_after_a_warm_start_on_what_was_said_with_them(warm_start, examples, drops):
+def test_examples_are_dropped_only_after_a_warm_start_sampled_with_them(warm_start, examples, drops):
     """So that each --warm_start can be given alone."""
     settings = preset(model="x", tasks="word_problems", warm_start=warm_start)
     assert (settings.examples, settings.drop_examples) == (examples, drops)

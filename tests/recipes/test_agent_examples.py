@@ -8,7 +8,7 @@ from tiny_planner import EXAMPLE, SIZES, planner_folder, settings, write_tasks
 
 from flowgrpo.recipes import agent, cluster, cluster_config
 from flowgrpo.recipes.agent_config import preset
-from flowgrpo.run.run_dir import begin_anew
+from flowgrpo.run.run_dir import delete_run
 from flowgrpo.run.run_files import EXAMPLES, RUN
 from flowgrpo.types import BadInput
 
@@ -26,7 +26,7 @@ def never():
 
 def refusal(config, folder) -> str:
     """Why these settings open nothing, and nothing is removed or written."""
-    with pytest.raises(BadInput) as refused, agent.open(config, folder, begin=never):
+    with pytest.raises(BadInput) as refused, agent.build(config, folder, on_ready=never):
         pytest.fail("it was opened")
     assert not folder.exists()
     return str(refused.value)
@@ -34,7 +34,7 @@ def refusal(config, folder) -> str:
 
 def open_once(config, folder) -> dict:
     """What is saved of the examples once a run was opened."""
-    with agent.open(config, folder):
+    with agent.build(config, folder):
         return json.loads((folder / EXAMPLES).read_text())
 
 
@@ -45,8 +45,8 @@ def as_record(task) -> dict:
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_an_example_that_the_run_is_measured_by_is_refused(tmp_path, split):
     config = settings(tmp_path)
-    (_, known) = agent.tasks_of(config).draw(split, 0, 2)
-    (later,) = agent.tasks_of(config).draw(split, 2, 1)
+    (_, known) = agent.task_source_of(config).draw(split, 0, 2)
+    (later,) = agent.task_source_of(config).draw(split, 2, 1)
     write_tasks(tmp_path / "known.jsonl", EXAMPLE, as_record(known))
     said = refusal(replace(config, examples=str(tmp_path / "known.jsonl")), tmp_path / "run")
     assert f"the example 'mine' is a task of the {split} ('{known.query[:60]}" in said
@@ -58,7 +58,7 @@ def test_an_example_that_the_run_is_measured_by_is_refused(tmp_path, split):
 @pytest.mark.parametrize("name", ["word_problems", "two_hop", "reverse_text", "alphabet_sort"])
 def test_the_examples_that_come_with_tasks_are_none_of_them(name):
     config = preset("x", tasks=name, warm_start="none")
-    assert agent.example_tasks(config, agent.tasks_of(config))
+    assert agent.example_tasks(config, agent.task_source_of(config))
 
 
 def test_a_file_that_is_missing_or_bad_removes_no_earlier_run(tmp_path):
@@ -78,9 +78,9 @@ def test_a_cluster_removes_no_earlier_run_either(tmp_path):
     assert (tmp_path / "run" / RUN).read_text() == "{}"
 
 
-def test_examples_that_leave_no_room_for_an_action_say_how_long_they_are(tmp_path):
+def test_examples_without_room_for_an_action_are_refused(tmp_path):
     config = settings(tmp_path, context_tokens=64, max_tokens=16)
-    with pytest.raises(BadInput) as refused, agent.open(config, tmp_path / "run"):
+    with pytest.raises(BadInput) as refused, agent.build(config, tmp_path / "run"):
         pytest.fail("it was opened")
     said = str(refused.value)
     assert said.startswith(f"--examples={config.examples} take ")
@@ -89,7 +89,7 @@ def test_examples_that_leave_no_room_for_an_action_say_how_long_they_are(tmp_pat
     assert not (tmp_path / "run" / EXAMPLES).exists()
 
 
-def test_examples_are_those_of_the_beginning_of_a_run_and_others_are_made_anew(tmp_path):
+def test_examples_are_stored_at_the_start_of_a_run(tmp_path):
     config, folder = settings(tmp_path), tmp_path / "run"
     made = open_once(config, folder)
     assert made["messages"] == TALK
@@ -102,8 +102,8 @@ def test_examples_are_those_of_the_beginning_of_a_run_and_others_are_made_anew(t
     (folder / RUN).write_text("{}")
     (folder / EXAMPLES).write_text(json.dumps(changed))  # as the tools answered when the run began
     assert open_once(config, folder) == changed
-    with agent.open(config, folder) as setup:
-        shown = agent.first_prompt(setup.env, setup.model.text, setup.tasks("train", 0, 1)[0], setup.do)
+    with agent.build(config, folder) as setup:
+        shown = agent.first_prompt(setup.env, setup.model.tokenizer, setup.tasks("train", 0, 1)[0], setup.call_tool)
     assert "five" in shown
 
     others = {"made_with": changed["made_with"] | {"actions": "lines"}, "messages": changed["messages"]}
@@ -114,14 +114,14 @@ def test_examples_are_those_of_the_beginning_of_a_run_and_others_are_made_anew(t
 def test_a_run_may_begin_anew_where_a_dry_run_was(tmp_path):
     open_once(settings(tmp_path), tmp_path / "run")
     (tmp_path / "run" / "notes.txt").write_text("mine")
-    begin_anew(tmp_path / "run")
+    delete_run(tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name != ".lock"] == ["notes.txt"]
 
 
 def test_without_examples_nothing_is_written(tmp_path):
     config = settings(tmp_path, examples="none", warm_start="none")
-    with agent.open(config, tmp_path / "run") as setup:
-        shown = agent.first_prompt(setup.env, setup.model.text, setup.tasks("train", 0, 1)[0], setup.do)
+    with agent.build(config, tmp_path / "run") as setup:
+        shown = agent.first_prompt(setup.env, setup.model.tokenizer, setup.tasks("train", 0, 1)[0], setup.call_tool)
     assert "Lucy" not in shown
     assert not (tmp_path / "run").exists()
     assert config.model == str(planner_folder())

@@ -8,14 +8,20 @@ import jax
 import numpy as np
 import pytest
 from agent_cases import agent_text, task
-from tiny_planner import planner_folder, said_by, settings
+from tiny_planner import planner_folder, scripted_submit, settings
 
 from flowgrpo.agent.action_forms import CALLS
 from flowgrpo.agent.examples import scripted_actions
 from flowgrpo.recipes import agent, agent_warm_start
 from flowgrpo.recipes.agent_config import preset
-from flowgrpo.recipes.agent_warm_start import FIRST, SAMPLED, check_format_followed, make_warm_start, obedience
-from flowgrpo.rollout.records import Played, from_json
+from flowgrpo.recipes.agent_warm_start import (
+    FIRST_TASK,
+    SAMPLED,
+    check_format_followed,
+    format_compliance,
+    make_warm_start,
+)
+from flowgrpo.rollout.records import RecordedTrajectory, from_json
 from flowgrpo.run.checkpoints import Checkpoints, params_sha256
 from flowgrpo.run.run_files import EXAMPLES
 from flowgrpo.run.warm_start import WARM, warm_start
@@ -28,7 +34,7 @@ TEXT = agent_text()
 def world(tmp_path_factory):
     """The parts of a run with an adapter that imitates experts."""
     folder = tmp_path_factory.mktemp("expert")
-    with agent.open(settings(folder, warm_start="expert"), folder / "run") as setup:
+    with agent.build(settings(folder, warm_start="expert"), folder / "run") as setup:
         yield setup
 
 
@@ -41,8 +47,8 @@ def warm_start_of(setup, folder, speak=None, requests=None, **chosen):
     """The imitation of a setup with other settings, in a folder of its own; `speak` is what its engine says."""
     how = setup.warm_start.keywords
     config = replace(how["config"], **chosen)
-    tasks = setup.tasks("train", FIRST, config.demonstrations)
-    submit = None if speak is None else said_by(tasks, setup.model.text, speak, requests)
+    tasks = setup.tasks("train", FIRST_TASK, config.demonstrations)
+    submit = None if speak is None else scripted_submit(tasks, setup.model.tokenizer, speak, requests)
     return make_warm_start(setup._replace(folder=folder, config=config, submit=submit), **how | {"config": config})
 
 
@@ -69,12 +75,12 @@ def test_experts_are_imitated_by_the_adapter_alone(world, expert, tmp_path):
     assert min(loss for _, loss in told) < told[0][1]
     assert params_sha256(found.base) == params_sha256(start.base)
     assert params_sha256(found.adapter) != params_sha256(start.adapter)
-    rows = "".join(rows_of(expert, world.model.text))
+    rows = "".join(rows_of(expert, world.model.tokenizer))
     assert "calculator(" in rows
     assert EXAMPLES in {path.name for path in world.folder.iterdir()}
 
 
-def test_a_task_that_does_not_say_how_it_is_solved_is_left_out(world, tmp_path, caplog):
+def test_tasks_without_steps_are_left_out(world, tmp_path, caplog):
     def tasks(split, first, count):
         drawn = list(world.tasks(split, first, count))
         return [replace(drawn[0], metadata={}), *drawn[1:]]
@@ -82,12 +88,12 @@ def test_a_task_that_does_not_say_how_it_is_solved_is_left_out(world, tmp_path, 
     few = warm_start_of(world._replace(tasks=tasks), tmp_path, demonstrations=6)
     of_all = warm_start_of(world, tmp_path, demonstrations=6)
     assert "1 of 6 tasks have no fields steps and final" in caplog.text
-    assert rows_of(few, world.model.text) != rows_of(of_all, world.model.text)
+    assert rows_of(few, world.model.tokenizer) != rows_of(of_all, world.model.tokenizer)
     with pytest.raises(BadInput, match="doesn't say how it is solved"):
         warm_start_of(world._replace(tasks=lambda *drawn: tasks(*drawn)[:1]), tmp_path, demonstrations=1)
 
 
-def test_S1_a_checkpoint_holds_the_adapter_alone_and_what_is_killed_goes_on_to_the_same_bits(expert, tmp_path):
+def test_S1_checkpoints_store_only_the_adapter_and_a_killed_run_resumes_exactly(expert, tmp_path):
     told, heard = [], []
     whole = warm_start(expert, tmp_path / "whole", lambda *seen: told.append(seen))
 
@@ -100,7 +106,7 @@ def test_S1_a_checkpoint_holds_the_adapter_alone_and_what_is_killed_goes_on_to_t
         warm_start(expert, tmp_path / "parts", tell)
     checkpoints = Checkpoints(tmp_path / "parts" / WARM)
     assert checkpoints.latest() == 2
-    saved = [checkpoints.part(2, place) for place in ("state/params", "best")]
+    saved = [checkpoints.restore_part(2, place) for place in ("state/params", "best")]
     adapter = expert.state.params.adapter
     for part in saved:
         assert jax.tree.map(np.shape, jax.tree.leaves(part)) == jax.tree.map(np.shape, jax.tree.leaves(adapter))
@@ -123,10 +129,10 @@ def test_one_demonstration_is_too_few(world, tmp_path):
 # Its own right answers ----------------------------------------------------------------------------------
 
 
-def test_own_right_answers_are_imitated_without_the_examples_that_they_were_given_with(tmp_path):
+def test_own_right_answers_are_imitated_without_the_examples(tmp_path):
     """Of 16 trajectories 12 are right, and 8 of these have no error; what was sampled is in a file from then on."""
-    with agent.open(settings(tmp_path, warm_start="own", drop_examples=True), tmp_path / "run") as setup:
-        text, solve = setup.model.text, right(setup)
+    with agent.build(settings(tmp_path, warm_start="own", drop_examples=True), tmp_path / "run") as setup:
+        text, solve = setup.model.tokenizer, right(setup)
 
         def speak(task, turn):
             kind = int(task.id.split("-")[-2]) % 4
@@ -159,10 +165,10 @@ def test_right_answers_with_errors_are_imitated_where_there_are_no_others(world,
         return solve(task, turn - 1) if turn else "nonsense"
 
     warm = warm_start_of(world, tmp_path, speak, warm_start="own")
-    assert "nonsense" in "".join(rows_of(warm, world.model.text))
+    assert "nonsense" in "".join(rows_of(warm, world.model.tokenizer))
 
 
-def test_what_is_killed_between_two_slices_samples_the_rest_to_the_same_demonstrations(world, tmp_path):
+def test_a_killed_warm_start_resumes_to_the_same_demonstrations(world, tmp_path):
     """Of 12 tasks the first 8 are a slice; all are sampled at the temperature of the warm start."""
     solve, heard, requests = right(world), [], []
     chosen = {"warm_start": "own", "demonstrations": 12, "warm_temperature": 0.3}
@@ -181,12 +187,12 @@ def test_what_is_killed_between_two_slices_samples_the_rest_to_the_same_demonstr
     first = set(heard)
     heard.clear()
     again = warm_start_of(world, tmp_path, speak, **chosen)
-    assert set(heard) == {task.id for task in world.tasks("train", FIRST + 8, 4)} < first
+    assert set(heard) == {task.id for task in world.tasks("train", FIRST_TASK + 8, 4)} < first
     assert path.read_text().splitlines(keepends=True)[:16] == lines[:16]
-    assert rows_of(again, world.model.text) == rows_of(whole, world.model.text)
+    assert rows_of(again, world.model.tokenizer) == rows_of(whole, world.model.tokenizer)
 
 
-def test_where_nothing_was_right_it_says_what_was_said(world, tmp_path):
+def test_a_warm_start_without_right_answers_quotes_the_actions(world, tmp_path):
     with pytest.raises(BadInput) as refused:
         warm_start_of(world, tmp_path, lambda task, _: f"answer(no {len(task.query)})", warm_start="own")
     said = str(refused.value)
@@ -196,26 +202,26 @@ def test_where_nothing_was_right_it_says_what_was_said(world, tmp_path):
     assert len((tmp_path / SAMPLED).read_text().splitlines()) == 16
 
 
-def test_the_right_answers_of_another_model_are_imitated_in_the_words_of_this_one(world, tmp_path, monkeypatch):
+def test_another_models_right_answers_are_encoded_by_the_planners_tokenizer(world, tmp_path, monkeypatch):
     """The other model's tokenizer is another; what it would take to compile its engine is left out."""
     other, compiled = planner_folder(500), []
 
     def leave_out(setup):
-        compiled.append(setup.model.text.vocab_size)
+        compiled.append(setup.model.tokenizer.vocab_size)
         return setup
 
     monkeypatch.setattr(agent_warm_start, "compile_engines", leave_out)
-    text, solve = world.model.text, right(world)
-    theirs = agent_warm_start.load_model(other).text
+    text, solve = world.model.tokenizer, right(world)
+    theirs = agent_warm_start.load_model(other).tokenizer
     assert theirs.encode("calculator(12 + 34)") != text.encode("calculator(12 + 34)")
-    tasks = world.tasks("train", FIRST, world.config.demonstrations)
+    tasks = world.tasks("train", FIRST_TASK, world.config.demonstrations)
     how = world.warm_start.keywords
     config = replace(how["config"], warm_start=str(other), context_tokens=512)
-    setup = world._replace(folder=tmp_path, config=config, submit=said_by(tasks, theirs, solve))
+    setup = world._replace(folder=tmp_path, config=config, submit=scripted_submit(tasks, theirs, solve))
     warm = make_warm_start(setup, **how | {"config": config})
     assert compiled == [theirs.vocab_size]
     batch = next(iter(warm.batches(0)))
-    live = {text.decode(tokens[mask]) for tokens, mask in zip(batch.tokens, batch.live, strict=True)}
+    live = {text.decode(tokens[mask]) for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True)}
     assert all("calculator(" in words and "answer(" in words for words in live)
     assert all(int(tokens.max()) < text.vocab_size for tokens in batch.tokens)
 
@@ -223,13 +229,13 @@ def test_the_right_answers_of_another_model_are_imitated_in_the_words_of_this_on
 # The form of what was said ------------------------------------------------------------------------------
 
 
-def played(*words: str, errors=(), tools=()) -> Played:
+def played(*words: str, errors=(), tools=()) -> RecordedTrajectory:
     """A trajectory of these actions."""
     turns = []
     for said in words:
         ids = np.array([1, 2, *TEXT.encode(said), TEXT.stop_ids[0]], np.int32)
         turns.append(Turn(ids, np.arange(len(ids)) > 1, np.zeros(len(ids), np.float32)))
-    return Played(
+    return RecordedTrajectory(
         turns=turns,
         outcome=0.0,
         group=0,
@@ -239,21 +245,21 @@ def played(*words: str, errors=(), tools=()) -> Played:
         sample=0,
         tools=tuple(tools),
         errors=tuple(errors),
-        lens=(0,) * (len(words) + 1),
+        effect_counts=(0,) * (len(words) + 1),
     )
 
 
-def test_obedience_is_the_share_of_actions_that_led_to_a_call_or_the_answer():
+def test_format_compliance_is_the_fraction_of_effective_actions():
     """By hand: a call, a refused call, an answer, and three that could not be read: 3 of 6."""
     one = played("a", "b", "c", errors=(False, True, False), tools=("echo", "echo", ""))
     two = played("d", "e", "f", errors=(True,) * 3, tools=("",) * 3)
-    assert obedience([one, two]) == {"obedience": 0.5}
-    assert obedience([one]) == {"obedience": 1.0}
-    assert obedience([two]) == {"obedience": 0.0}
-    assert obedience([played()]) == obedience([]) == {}
+    assert format_compliance([one, two]) == {"format_compliance": 0.5}
+    assert format_compliance([one]) == {"format_compliance": 1.0}
+    assert format_compliance([two]) == {"format_compliance": 0.0}
+    assert format_compliance([played()]) == format_compliance([]) == {}
 
 
-def test_a_first_rollout_in_no_form_says_what_was_said_and_what_to_try():
+def test_a_first_rollout_without_a_parsed_action_names_the_fixes():
     lost = played("I think it is 5", "so 5", errors=(True, True), tools=("", ""))
     config = preset("some/model", tasks="word_problems", examples="none", warm_start="none", drop_examples=False)
     with pytest.raises(BadInput) as refused:
@@ -281,5 +287,5 @@ def test_a_first_rollout_in_no_form_says_what_was_said_and_what_to_try():
         [],
     ],
 )
-def test_one_action_in_form_is_enough_and_nobody_who_acted_is_no_fault_of_the_form(rollout):
+def test_one_parsed_action_or_no_action_at_all_raises_nothing(rollout):
     assert check_format_followed(rollout, text=TEXT, config=SimpleNamespace(examples="none")) is None

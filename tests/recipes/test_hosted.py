@@ -13,25 +13,27 @@ import flowgrpo as fg
 from flowgrpo import loop
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.requests import EngineSettings
 from flowgrpo.parallel.offload import place_of
 from flowgrpo.recipes import hosted
-from flowgrpo.recipes.hosted import make_residency
-from flowgrpo.recipes.hosted_training import HostedWork
+from flowgrpo.recipes.hosted import make_offloader
+from flowgrpo.recipes.hosted_training import HostedTrainable
 from flowgrpo.rewards.judge import make_next_logp
 from flowgrpo.rollout.records import from_json
+
+ENGINE = EngineSettings(slots=8, slot_length=loop.max_trajectory_tokens(ENV) + 8, chunk=8, steps=4, banned=(PAD,))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nan_allowed")  # where it is not, nothing is donated
-def test_offloading_changes_no_number_and_says_what_it_moved(tmp_path):
+def test_offloading_changes_no_number_and_reports_its_moves(tmp_path):
     params = POLICY.init(jax.random.key(0))
-    sizes = {"slots": 8, "slot_length": loop.longest(ENV) + 8, "chunk": 8, "steps": 4, "banned": (PAD,)}
     runs = {}
-    with Engine(POLICY, params, **sizes) as engine:
+    with Engine(POLICY, params, ENGINE) as engine:
         for offload in ("none", "disk"):
             setup = make_setup(tmp_path / offload, engine, params, offload)
-            run = loop.start_run(jax.tree.map(jnp.copy, params), setup.optimizer, jax.random.key(9))
-            runs[offload] = list(loop.train_loop(HostedWork(setup, "toy").make_step(), run, 2))
+            run = loop.init_train_state(jax.tree.map(jnp.copy, params), setup.optimizer, jax.random.key(9))
+            runs[offload] = list(loop.train_loop(HostedTrainable(setup, "toy").make_step(), run, 2))
     for (_, figures), (_, others) in zip(*runs.values(), strict=True):
         clocks, more = figures.pop("timings"), others.pop("timings")
         assert figures == others
@@ -57,9 +59,9 @@ def test_offloading_changes_no_number_and_says_what_it_moved(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_tested_records_the_version_that_played(tmp_path):
+def test_test_trajectories_record_the_version_of_their_weights(tmp_path):
     params, played = POLICY.init(jax.random.key(0)), {}
-    with Engine(POLICY, params, slots=8, slot_length=loop.longest(ENV) + 8, chunk=8, steps=4, banned=(PAD,)) as engine:
+    with Engine(POLICY, params, ENGINE) as engine:
         setup = make_setup(tmp_path, engine, params, test_tasks=4)
         hosted.test(setup, jax.random.key(0), (params, params), (0, 3))
     for when in ("before", "after"):
@@ -69,14 +71,14 @@ def test_what_is_tested_records_the_version_that_played(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_judge_that_was_away_says_the_same(tmp_path):
-    with make_residency(replace(CONFIG, offload="disk"), tmp_path) as residency:
-        residency.hold("judge", POLICY.init(jax.random.key(0)))
-        next_logp = make_next_logp(POLICY, lambda: residency["judge"], rows=2, lengths=(8,))
+def test_an_offloaded_judge_returns_the_same(tmp_path):
+    with make_offloader(replace(CONFIG, offload="disk"), tmp_path) as offloader:
+        offloader.put("judge", POLICY.init(jax.random.key(0)))
+        next_logp = make_next_logp(POLICY, lambda: offloader["judge"], rows=2, lengths=(8,))
         said = []
         for stage in ("rollout", "train", "inference"):
-            residency.enter(stage)
-            assert place_of(residency["judge"]) == ("disk" if stage == "train" else "device")
+            offloader.enter(stage)
+            assert place_of(offloader["judge"]) == ("disk" if stage == "train" else "device")
             if stage != "train":
                 said.append(next_logp([(2, 3), (4,)]))
         np.testing.assert_array_equal(*said)
@@ -87,11 +89,11 @@ def test_an_unknown_place_is_refused():
         replace(CONFIG, offload="tape")
 
 
-def test_a_context_that_holds_no_prompt_is_refused_where_nothing_could_be_learned(tmp_path):
+def test_contexts_too_short_for_any_prompt_are_refused(tmp_path):
     params = POLICY.init(jax.random.key(0))
-    with Engine(POLICY, params, slots=8, slot_length=2, chunk=1, steps=1, banned=(PAD,)) as engine:
+    with Engine(POLICY, params, replace(ENGINE, slot_length=2, chunk=1, steps=1)) as engine:
         setup = make_setup(tmp_path, engine, params)
-        run = loop.start_run(params, setup.optimizer, jax.random.key(9))
+        run = loop.init_train_state(params, setup.optimizer, jax.random.key(9))
         said = rf"--context_tokens={CONFIG.context_tokens} holds none of the prompts of update 1 with an action"
         with pytest.raises(fg.BadInput, match=said):
-            HostedWork(setup, "toy").make_step()(run)
+            HostedTrainable(setup, "toy").make_step()(run)

@@ -121,7 +121,7 @@ def test_a_hub_that_can_not_be_reached_is_one_sentence(folder, monkeypatch):
         push_folder(folder, "me/planner", private=False, message="Update 3")
 
 
-def test_a_push_without_a_name_or_a_token_is_refused_before_anything_is_written(monkeypatch):
+def test_a_push_without_name_or_token_is_refused_first(monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(BadInput, match="--push_to_hub=planner must be USER/NAME"):
         check_push("planner")

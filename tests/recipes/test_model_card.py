@@ -28,7 +28,7 @@ def front_matter(text: str) -> dict:
     return {name: json.loads(value) for name, value in (line.split(": ", 1) for line in lines)}
 
 
-def test_a_card_of_a_hub_model_says_what_the_hub_reads_and_nothing_of_this_machine(tmp_path):
+def test_a_card_has_the_hubs_metadata_and_no_local_paths(tmp_path):
     facts = CardFacts("agent", HUB, tmp_path, 7, "last", adapter=True)
     text = model_card(facts)
     assert front_matter(text) == {
@@ -54,7 +54,7 @@ def test_a_card_has_the_figures_of_the_run_and_all_settings(tmp_path):
     assert "base_model" not in front_matter(text)
     assert "| success on test tasks | 0.154 | 0.987 |\n| tool errors |  | 0.020 |\n" in text
     assert "turns" not in text.split("## How")[0]
-    assert "150 updates, of which that of number 120 was best in validation; 12.3 minutes." in text
+    assert "150 updates, of which number 120 was best in validation; 12.3 minutes." in text
     stored = json.loads(text.split("```json\n")[1].split("```")[0])
     assert pure.Config.from_json(stored) == config
 

@@ -1,4 +1,4 @@
-"""The offline tasks: their splits, what solves them, and what the demonstrations of them are like."""
+"""The offline tasks: their splits, their solutions, and their demonstrations."""
 
 from dataclasses import replace
 
@@ -7,23 +7,23 @@ import numpy as np
 import pytest
 
 from flowgrpo.agent import roles
-from flowgrpo.agent.rendering import appending
-from flowgrpo.agent.system import agent_system
+from flowgrpo.agent.rendering import growing_context
+from flowgrpo.agent.system import AgentLimits, AgentRoles, agent_system
 from flowgrpo.agent.tool_arguments import signature
-from flowgrpo.data.tokenizer import load_text
+from flowgrpo.data.tokenizer import load_tokenizer
 from flowgrpo.models.hf import load_model
 from flowgrpo.recipes import registry
 from flowgrpo.recipes.agent_config import Config, preset
 from flowgrpo.recipes.offline_start import (
-    COPYING,
+    COPYING_SHAPE,
     MADE_WITH,
     ScriptFlaws,
     demonstrate_script,
-    note_made,
     script,
     shuffled_batches,
     write_model,
-    write_start,
+    write_start_model,
+    write_start_settings,
 )
 from flowgrpo.recipes.offline_tasks import DOMAINS, MAKERS, SPLITS, combinations, make_tasks, passages
 from flowgrpo.rollout.demonstrations import play_actions
@@ -41,27 +41,32 @@ MISREADS = replace(FLAWLESS, misread=1)
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """(text, environment, do, reward) over the real tools."""
+    """(tokenizer, environment, tool runner, reward) with the real tools."""
     folder = tmp_path_factory.mktemp("start")
     write_model(folder, [task.query for task in make_tasks(0, 0, 100, "train")], seed=0)
-    text = load_text(folder)
-    documents = [Document(one["title"], one["text"], "corpus", n, False) for n, one in enumerate(passages(), 1)]
-    with Sandbox(workers=2, preload=registry.preload(DOMAINS)) as sandbox:
+    text = load_tokenizer(folder)
+    documents = [
+        Document(passage["title"], passage["text"], "corpus", n, False) for n, passage in enumerate(passages(), 1)
+    ]
+    with Sandbox(workers=2, preload=registry.modules_to_preload(DOMAINS)) as sandbox:
         tools = [calculator(), python(sandbox, pure=True), search(Corpus(tuple(documents)), top=1)]
         with toolset(tools) as tools:
             env = agent_system(
                 text,
                 schemas=tools.schemas,
-                planner=roles.planner(instructions="Go.", describe=signature),
-                turns=5,
-                max_tokens=200,
-                context_tokens=2000,
-                rendering=appending,
+                roles=AgentRoles(planner=roles.planner(instructions="Go.", describe=signature)),
+                limits=AgentLimits(turns=5, max_tokens=200, context_tokens=2000),
+                rendering=growing_context,
             )
-            yield text, env, tools.do, registry.route(registry.Means(sandbox=sandbox), default="answer")
+            yield (
+                text,
+                env,
+                tools.call_tool,
+                registry.route_by_domain(registry.RewardContext(sandbox=sandbox), default="answer"),
+            )
 
 
-def test_a_task_depends_on_seed_place_and_split_alone():
+def test_a_task_depends_on_seed_index_and_split_alone():
     some, others = make_tasks(3, 0, 24, "train"), make_tasks(3, 8, 8, "train")
     assert some[8:16] == others
     assert make_tasks(4, 0, 8, "train") != some[:8]
@@ -72,56 +77,58 @@ def test_a_task_depends_on_seed_place_and_split_alone():
 
 @pytest.mark.parametrize("domain", MAKERS)
 def test_no_combination_is_in_two_splits_and_every_split_has_some(domain):
-    dealt = [combinations(domain, split) for split in SPLITS]
-    assert min(map(len, dealt)) >= 3
-    every = [one for part in dealt for one in part]
-    assert len(set(every)) == len(every)
+    splits = [combinations(domain, split) for split in SPLITS]
+    assert min(map(len, splits)) >= 3
+    pool = [combination for split in splits for combination in split]
+    assert len(set(pool)) == len(pool)
 
 
 def test_parts_of_every_test_combination_of_mathematics_occur_in_training():
-    for place in range(3):
-        trained = {one[place] for one in combinations("mathematics", "train")}
-        assert {one[place] for one in combinations("mathematics", "test")} <= trained
+    for i in range(3):
+        trained = {combination[i] for combination in combinations("mathematics", "train")}
+        assert {combination[i] for combination in combinations("mathematics", "test")} <= trained
 
 
-@pytest.mark.parametrize(("given", "said"), [({"split": "dev"}, "split"), ({"domains": ("chess",)}, "chess")])
-def test_what_is_unknown_is_refused(given, said):
-    with pytest.raises(BadInput, match=said):
-        make_tasks(**({"seed": 0, "start": 0, "count": 1, "split": "train"} | given))
+@pytest.mark.parametrize(("changes", "word"), [({"split": "dev"}, "split"), ({"domains": ("chess",)}, "chess")])
+def test_unknown_splits_and_domains_are_refused(changes, word):
+    with pytest.raises(BadInput, match=word):
+        make_tasks(**({"seed": 0, "start": 0, "count": 1, "split": "train"} | changes))
 
 
-def played(world, tasks, flaws):
-    """(trajectories of the script with these slips, their answers, what they are paid)."""
-    text, env, do, reward = world
-    records = [play_actions(env, text, do, task, script(task, np.random.default_rng(0), flaws)) for task in tasks]
+def run_script(world, tasks, flaws):
+    """(trajectories of the script with these flaws, their answers, values of their reward)."""
+    text, env, call_tool, reward = world
+    records = [
+        play_actions(env, text, call_tool, task, script(task, np.random.default_rng(0), flaws)) for task in tasks
+    ]
     last = [record.turns[-1] for record in records]
     outputs = [text.decode(turn.tokens[turn.chosen][:-1]).split("Context: ", 1)[1] for turn in last]
-    return records, outputs, [scored.value for scored in reward.many(tasks, outputs)]
+    return records, outputs, [scored.value for scored in reward.score_all(tasks, outputs)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_script_without_slips_solves_every_task_with_the_real_tools(world, split):
+def test_the_script_without_flaws_solves_every_task(world, split):
     tasks = make_tasks(11, 0, 40, split)
-    records, _, values = played(world, tasks, FLAWLESS)
+    records, _, values = run_script(world, tasks, FLAWLESS)
     assert values == [1.0] * len(tasks)
     assert [len(record.turns) for record in records] == [len(task.metadata["steps"]) + 1 for task in tasks]
 
 
 @pytest.mark.slow
-def test_who_misreads_a_query_answers_what_the_tools_said_and_is_wrong(world):
-    """An answer that no tool has said could not be copied from one, which is what demonstrations have to show."""
+def test_a_misread_query_is_answered_with_what_the_tools_returned(world):
+    """Demonstrations must show copying, so the answer must be in an observation."""
     text, _, _, _ = world
     tasks = [task for task in make_tasks(11, 0, 80, "train") if task.domain != "drawing"]
-    records, outputs, values = played(world, tasks, MISREADS)
+    records, outputs, values = run_script(world, tasks, MISREADS)
     finals = [task.metadata["misread"][1] for task in tasks]
     assert outputs == finals
     solved = [value == 1.0 for value in values]
     assert solved == [task.metadata["final"] == final for task, final in zip(tasks, finals, strict=True)]
     assert sum(solved) < len(tasks) / 10
     for record, output in zip(records, outputs, strict=True):
-        heard = text.decode(record.turns[-1].tokens[~record.turns[-1].chosen])
-        assert output.split()[-1] in heard
+        context = text.decode(record.turns[-1].tokens[~record.turns[-1].chosen])
+        assert output.split()[-1] in context
 
 
 @pytest.mark.slow
@@ -129,57 +136,57 @@ def test_a_task_cannot_be_answered_without_its_tools(world):
     """The query does not contain the answer; only drawings are answered at once, and are left out here."""
     reward = world[3]
     tasks = [task for task in make_tasks(5, 0, 80, "test") if task.metadata["steps"]]
-    guessed = reward.many(tasks, [task.query for task in tasks])
+    guessed = reward.score_all(tasks, [task.query for task in tasks])
     assert sum(scored.value == 1.0 for scored in guessed) == 0
 
 
 @pytest.mark.slow
-def test_demonstrations_slip_and_say_what_they_are_in_exact_ids(world):
-    text, env, do, _ = world
+def test_demonstrations_have_flaws_and_exact_ids(world):
+    text, env, call_tool, _ = world
     tasks = make_tasks(1, 0, 60, "train")
-    records = demonstrate_script(env, text, tasks, do, seed=0)
-    again = demonstrate_script(env, text, tasks[:7], do, seed=0, workers=1)
-    for one, other in zip(records[:7], again, strict=True):
-        assert [turn.tokens.tolist() for turn in one.turns] == [turn.tokens.tolist() for turn in other.turns]
-    spoken = [text.decode(turn.tokens[turn.chosen]) for record in records for turn in record.turns]
+    records = demonstrate_script(env, text, tasks, call_tool, seed=0)
+    repeated = demonstrate_script(env, text, tasks[:7], call_tool, seed=0, workers=1)
+    for record, other in zip(records[:7], repeated, strict=True):
+        assert [turn.tokens.tolist() for turn in record.turns] == [turn.tokens.tolist() for turn in other.turns]
+    actions = [text.decode(turn.tokens[turn.chosen]) for record in records for turn in record.turns]
     right = [context for task in tasks for _, context in task.metadata["steps"]]
-    assert all(words.endswith("<|im_end|>") for words in spoken)
-    assert 0.3 < np.mean([any(context in words for context in right) for words in spoken]) < 0.9
+    assert all(words.endswith("<|im_end|>") for words in actions)
+    assert 0.3 < np.mean([any(context in words for context in right) for words in actions]) < 0.9
 
 
-def test_shuffled_batches_visit_every_row_before_any_comes_again():
+def test_shuffled_batches_visit_every_row_once_per_epoch():
     import flowgrpo as fg
 
     turn = fg.Turn(np.arange(1, 5), np.array([False, False, True, True]), np.zeros(4, np.float32))
     records = [fg.Trajectory([turn], 1.0, group) for group in range(12)]
     rows = fg.pack(records, np.zeros((12, 1), np.float32), np.ones((12, 1), np.float32), row_length=4)
     order = shuffled_batches(rows, 4, seed=0)
-    seen = np.concatenate([next(order).trajectory[:, 0] for _ in range(3)])
-    assert sorted(seen.tolist()) == list(range(12))
+    visited = np.concatenate([next(order).trajectory[:, 0] for _ in range(3)])
+    assert sorted(visited.tolist()) == list(range(12))
     assert jax.tree.leaves(next(order))[0].shape == (4, 4)
 
 
-def test_a_start_that_other_settings_made_is_refused_and_nothing_is_made_anew(tmp_path):
-    def never(*_given, **_settings):
-        raise AssertionError("a start that is there was made again")
+def test_a_start_model_of_other_settings_is_refused_and_not_rewritten(tmp_path):
+    def never(*_args, **_kwargs):
+        raise AssertionError("an existing start model was written again")
 
     config = Config()
     folder = tmp_path / "start"
     folder.mkdir()
     with pytest.raises(BadInput, match=r"made_with\.json can't be read"):
-        write_start(folder, never, never, config)
-    note_made(folder, {name: config.to_json()[name] for name in MADE_WITH})
-    write_start(folder, never, never, replace(config, updates=7))
+        write_start_model(folder, never, never, config)
+    write_start_settings(folder, {name: config.to_json()[name] for name in MADE_WITH})
+    write_start_model(folder, never, never, replace(config, updates=7))
     with pytest.raises(BadInput, match="was made otherwise: seed: there 0, here 1; turns: there 4, here 5"):
-        write_start(folder, never, never, replace(config, seed=1, turns=5))
+        write_start_model(folder, never, never, replace(config, seed=1, turns=5))
 
 
-def test_the_model_that_is_to_copy_comes_back_with_a_window_in_its_first_layer_only(tmp_path):
-    write_model(tmp_path / "start", ["Add 31 to 58."], seed=0, shape=COPYING)
+def test_the_copying_shape_has_a_window_in_its_first_layer_only(tmp_path):
+    write_model(tmp_path / "start", ["Add 31 to 58."], seed=0, shape=COPYING_SHAPE)
     assert load_model(tmp_path / "start").config.windows == (4, None, None)
 
 
-def test_an_action_that_leaves_no_room_for_a_context_is_refused_by_its_flag():
+def test_an_action_without_room_for_a_context_is_refused_by_its_flag():
     with pytest.raises(BadInput, match=r"^--max_tokens=4000 leaves no room .* --context_tokens=256, which holds both$"):
         preset(max_tokens=4000)
     assert set(MADE_WITH) <= set(setting_infos(Config))

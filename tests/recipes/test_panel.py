@@ -33,19 +33,19 @@ def test_a_set_that_is_drawn_otherwise_is_refused(monkeypatch):
         panel.panel_set("maze")
 
 
-def test_a_planner_plays_the_sets_in_whose_words_it_speaks():
+def test_a_planner_is_evaluated_on_sets_with_its_vocabulary():
     assert panel.panel_names(fg.maze()) == ["maze", "maze_hard"]
     assert panel.panel_names(fg.lookup()) == ["lookup"]  # the hard one has more tools
-    with pytest.raises(fg.BadInput, match="the panel has no set in the words of lookup; it has lookup, arithmetic"):
+    with pytest.raises(fg.BadInput, match="no set with the vocabulary of lookup; it has lookup, arithmetic"):
         panel.panel_names(fg.lookup(tools=3))
 
 
 @pytest.mark.slow
 def test_figures_of_the_panel_are_those_of_its_tasks():
     """A fresh planner solves next to nothing, twice the same, and what it plays is named with its hash."""
-    setup = pure.open(pure.preset("maze", d=32, layers=1))
+    setup = pure.build(pure.preset("maze", model_dim=32, layers=1))
     params = setup.policy.init(jax.random.key(0))
-    first, again = (panel.play_panel(setup.policy, params, ["maze"]) for _ in range(2))
+    first, again = (panel.evaluate_panel(setup.policy, params, ["maze"]) for _ in range(2))
     assert first == again
     (label, figures), *_ = first.items()
     assert label == f"maze@{panel.HASHES['maze']}"

@@ -26,7 +26,7 @@ from flowgrpo.recipes.registry import ALGORITHMS, make_algorithm, make_env
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_can_be_named_in_both_kinds_of_run(name):
-    parts = pure.open(pure.preset("lookup", name, teacher="run" if name == "opd" else None))
+    parts = pure.build(pure.preset("lookup", name, teacher="run" if name == "opd" else None))
     assert parts.algorithm.name == make_algorithm(name, beta=0.1, clip_high=0.2, max_tokens=9).name
     config = agent_config.preset(algorithm=name, beta=0.01)
     if name in ("ppo", "opd"):
@@ -49,9 +49,9 @@ def test_a_preset_does_not_change_bounds_of_another_kind(name, same):
     np.testing.assert_array_equal(one.loss(scores, batch)[0], two.loss(scores, batch)[0])
 
 
-def test_an_environment_from_outside_is_one_that_a_function_gives():
+def test_an_imported_environment_is_what_a_function_returns():
     assert make_env("tiny_env:tiny_env").name == "tiny"
-    assert pure.preset("tiny_env:tiny_env", updates=3).d == pure_config.OUTSIDE["d"]
+    assert pure.preset("tiny_env:tiny_env", updates=3).model_dim == pure_config.IMPORTED["model_dim"]
 
 
 BROKEN = """import flowgrpo as fg
@@ -101,7 +101,7 @@ def test_the_names_that_flags_offer_are_those_of_what_they_name():
     assert (*offline_tasks.MAKERS, "drawing") == names.OFFLINE_DOMAINS
     assert (tuple(suite.CHECKS), tuple(bench.SIZES)) == (names.CHECKS, names.CHECK_SIZES)
     assert tuple(planner.OFFLOAD) == names.OFFLOAD
-    assert (names.WHOLE_BASE, *quantised.KINDS) == names.BASES
+    assert (names.WHOLE_BASE, *quantised.KINDS) == names.BASE_DTYPES
     assert (names.PROJECTIONS, names.ATTENTION) == (lora.PROJECTIONS, attention_kernels.ATTENTION)
     assert (names.SPLITS, tuple(RATES)) == (SPLITS, tuple(finetune.METHODS))
 

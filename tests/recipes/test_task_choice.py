@@ -15,10 +15,17 @@ import flowgrpo as fg
 from flowgrpo import loop
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
+from flowgrpo.generate.requests import EngineSettings
 from flowgrpo.recipes import agent_config
-from flowgrpo.recipes.agent import POOL, tasks_of
-from flowgrpo.recipes.hosted_training import HostedWork
-from flowgrpo.recipes.task_choice import ChoiceConfig, Hard, choose, open_share, success_by_group
+from flowgrpo.recipes.agent import POOL, task_source_of
+from flowgrpo.recipes.hosted_training import HostedTrainable
+from flowgrpo.recipes.task_choice import (
+    ChoiceConfig,
+    HardTaskSampler,
+    curriculum_metrics,
+    make_task_sampler,
+    success_by_group,
+)
 from flowgrpo.run.checkpoints import Checkpoints, params_sha256
 from flowgrpo.run.session import run_session
 from flowgrpo.types import BadInput
@@ -41,7 +48,7 @@ def played(*groups: tuple, of: Sequence[int] = range(100)) -> list[Any]:
 # Settings ---------------------------------------------------------------------------------------------------
 
 
-def test_the_length_of_a_curriculum_is_that_of_the_run_unless_it_is_given():
+def test_a_curriculum_is_as_long_as_the_run_by_default():
     assert curriculum(9).curriculum_updates == 9
     assert curriculum(9, curriculum_updates=4).curriculum_updates == 4
     assert ChoiceConfig(updates=9).curriculum_updates is None
@@ -65,26 +72,29 @@ def test_what_does_not_go_together_is_refused(prompts, more, words):
         ChoiceConfig(prompts=prompts, updates=9, **more)
 
 
-def test_a_uniform_draw_is_the_one_that_was_given_and_a_run_without_tasks_is_refused():
-    assert choose(ChoiceConfig(), tasks, lambda: pytest.fail("nobody needs all tasks"), groups=4) == (tasks, None)
+def test_uniform_prompts_use_the_given_draw_and_no_tasks_are_refused():
+    assert make_task_sampler(ChoiceConfig(), tasks, lambda: pytest.fail("nobody needs all tasks"), groups=4) == (
+        tasks,
+        None,
+    )
     with pytest.raises(BadInput, match="there is no task to train on"):
-        choose(ChoiceConfig(prompts="hard"), tasks, list, groups=4)
+        make_task_sampler(ChoiceConfig(prompts="hard"), tasks, list, groups=4)
 
 
 def test_the_offline_world_numbers_the_first_of_its_tasks():
-    source = tasks_of(agent_config.Config())
+    source = task_source_of(agent_config.Config())
     numbered = source.train()
     assert len(numbered) == POOL
     assert [task.id for task in numbered[:6]] == [task.id for task in source.draw("train", 0, 6)]
     with pytest.raises(BadInput, match="field 'level' is missing"):
-        choose(curriculum(2), source.draw, source.train, groups=4)
+        make_task_sampler(curriculum(2), source.draw, source.train, groups=4)
 
 
 def test_a_task_file_numbers_its_part_for_training(tmp_path):
     path = tmp_path / "tasks.jsonl"
     task = {"domain": "mathematics", "query": "What is 2 + 2?", "answers": ["4"]}
     path.write_text("".join(json.dumps(task | {"id": f"sum-{number}"}) + "\n" for number in range(60)))
-    source = tasks_of(agent_config.preset("a/model", tasks=str(path)))
+    source = task_source_of(agent_config.preset("a/model", tasks=str(path)))
     numbered = source.train()
     drawn = source.draw("train", 0, len(numbered))
     assert sorted(task.id for task in drawn) == sorted(task.id for task in numbered)
@@ -97,9 +107,9 @@ def graded(_split: str, first: int, count: int) -> list[fg.Task]:
     return [fg.Task(f"{i}", "?", ("1",), "toy", {"level": -i}) for i in range(first, first + count)]
 
 
-def test_a_curriculum_opens_tasks_from_the_easiest_on_and_leaves_other_splits_alone():
+def test_a_curriculum_opens_the_easiest_first_in_training_only():
     config = curriculum(8, seed=5)
-    draw, hard = choose(config, graded, lambda: graded("train", 0, 8), groups=4)
+    draw, hard = make_task_sampler(config, graded, lambda: graded("train", 0, 8), groups=4)
     assert hard is None
     assert draw("validation", 3, 4) == graded("validation", 3, 4)
     updates = [{int(task.id) for task in draw("train", update * 4, 4)} for update in range(8)]
@@ -107,47 +117,47 @@ def test_a_curriculum_opens_tasks_from_the_easiest_on_and_leaves_other_splits_al
     assert all(min(found) >= least for found, least in zip(updates, (6, 4, 3, 1, 0, 0, 0, 0), strict=True))
     assert updates[6] | updates[7] == set(range(8))
     assert draw("train", 0, 32)[5:23] == draw("train", 5, 18)
-    assert [open_share(config, update)["tasks_open"] for update in (0, 2, 4, 7)] == [0.25, 0.625, 1.0, 1.0]
-    assert open_share(ChoiceConfig(), 0) == open_share(ChoiceConfig(prompts="hard"), 0) == {}
+    assert [curriculum_metrics(config, update)["tasks_open"] for update in (0, 2, 4, 7)] == [0.25, 0.625, 1.0, 1.0]
+    assert curriculum_metrics(ChoiceConfig(), 0) == curriculum_metrics(ChoiceConfig(prompts="hard"), 0) == {}
 
 
 # By success -------------------------------------------------------------------------------------------------
 
 
-def test_F5_success_counts_what_has_an_outcome_and_a_group_without_any_is_left_out():
+def test_F5_success_rates_ignore_trajectories_without_an_outcome():
     given = played((True, False, None), (None, None), (False, False), (True,))
     assert success_by_group(given) == {0: 0.5, 2: 0.0, 3: 1.0}
 
 
 def test_what_is_learned_moves_the_next_draw_and_no_earlier_one():
-    hard = Hard(tasks("train", 0, 8), 0, groups=4)
-    first = hard.numbers(0)
+    hard = HardTaskSampler(tasks("train", 0, 8), 0, groups=4)
+    first = hard.task_numbers(0)
     assert [task.id for task in hard.tasks(0)] == [str(number) for number in first]
-    figures = hard.learn(0, played(*[(True, True)] * 4, of=first))
+    figures = hard.record_results(0, played(*[(True, True)] * 4, of=first))
     assert figures == {"prompt_priority": 1.0, "tasks_seen": len(set(first)) / 8}
-    assert hard.numbers(0) == first
-    known = json.loads(hard.saved(1)["known"])
+    assert hard.task_numbers(0) == first
+    known = json.loads(hard.to_checkpoint(1)["known"])
     assert known == {str(number): 1.0 for number in sorted(set(first))}
-    assert json.loads(hard.saved(0)["known"]) == {}
-    assert hard.known(0) == {}
-    assert hard.shown(0) == hard.known(1) == dict.fromkeys(first, 1.0)
+    assert json.loads(hard.to_checkpoint(0)["known"]) == {}
+    assert hard.rates(0) == {}
+    assert hard.changed_rates(0) == hard.rates(1) == dict.fromkeys(first, 1.0)
 
 
 def test_tasks_that_are_solved_come_up_seldom():
-    hard = Hard(tasks("train", 0, 8), 0, groups=800)
+    hard = HardTaskSampler(tasks("train", 0, 8), 0, groups=800)
     hard.restore(1, {"tasks": 8, "known": json.dumps(dict.fromkeys("0123", 1.0))})
-    solved = sum(number < 4 for number in hard.numbers(1))
+    solved = sum(number < 4 for number in hard.task_numbers(1))
     assert abs(solved - 800 / 11) < 40
 
 
-def test_a_checkpoint_gives_back_what_was_known_and_is_refused_by_other_tasks():
-    hard, other = (Hard(tasks("train", 0, 8), 0, groups=4) for _ in range(2))
-    hard.learn(0, played((True, False), (True, True), (None,), (False,), of=hard.numbers(0)))
-    other.restore(1, hard.saved(1))
-    assert other.numbers(1) == hard.numbers(1)
-    assert other.saved(1) == hard.saved(1)
+def test_success_rates_are_restored_and_other_tasks_refused():
+    hard, other = (HardTaskSampler(tasks("train", 0, 8), 0, groups=4) for _ in range(2))
+    hard.record_results(0, played((True, False), (True, True), (None,), (False,), of=hard.task_numbers(0)))
+    other.restore(1, hard.to_checkpoint(1))
+    assert other.task_numbers(1) == hard.task_numbers(1)
+    assert other.to_checkpoint(1) == hard.to_checkpoint(1)
     with pytest.raises(BadInput, match="knows of 8 tasks of training, but there are 9: give the tasks"):
-        Hard(tasks("train", 0, 9), 0, groups=4).restore(1, hard.saved(1))
+        HardTaskSampler(tasks("train", 0, 9), 0, groups=4).restore(1, hard.to_checkpoint(1))
 
 
 # A run ------------------------------------------------------------------------------------------------------
@@ -158,13 +168,13 @@ RUN = {"seed": 0, "updates": 5, "warm_steps": 0, "validation_tasks": 4, "test_ta
 def run_in(folder: Path) -> dict[str, Any]:
     """A run of five updates, or the rest of it, with a checkpoint after every second one."""
     params = POLICY.init(jax.random.key(0))
-    sizes = {"slots": 8, "slot_length": loop.longest(ENV) + 8, "chunk": 8, "steps": 4, "banned": (PAD,)}
-    with Engine(POLICY, params, **sizes) as engine:
+    sizes = EngineSettings(slots=8, slot_length=loop.max_trajectory_tokens(ENV) + 8, chunk=8, steps=4, banned=(PAD,))
+    with Engine(POLICY, params, sizes) as engine:
         setup = make_setup(folder, engine, params, **RUN)
-        draw, hard = choose(
+        draw, hard = make_task_sampler(
             ChoiceConfig(prompts="hard"), setup.tasks, lambda: tasks("train", 0, 12), groups=setup.sizes.queries
         )
-        return run_session(HostedWork(setup._replace(tasks=draw, prompts=hard), "toy"), folder, every=2)
+        return run_session(HostedTrainable(setup._replace(tasks=draw, task_sampler=hard), "toy"), folder, every=2)
 
 
 def final(folder: Path) -> tuple:
@@ -172,8 +182,8 @@ def final(folder: Path) -> tuple:
     checkpoints = Checkpoints(folder)
     last = checkpoints.latest()
     assert last is not None
-    state = params_sha256(checkpoints.part(last, "run"))
-    return last, state, checkpoints.part(last, "memory"), (folder / "metrics.jsonl").read_bytes()
+    state = params_sha256(checkpoints.restore_part(last, "run"))
+    return last, state, checkpoints.restore_part(last, "memory"), (folder / "metrics.jsonl").read_bytes()
 
 
 def die() -> None:
@@ -198,11 +208,11 @@ def whole(tmp_path_factory) -> tuple:
     [("tasks", die, RuntimeError, 2), ("learn", ask, KeyboardInterrupt, 3)],
     ids=["killed before a rollout", "stopped when all of an update was learned but its weights"],
 )
-def test_S1_a_hard_run_goes_on_to_the_same_bits(whole, tmp_path, monkeypatch, method, end, caught, goes_on):
+def test_S1_a_run_with_hard_prompts_resumes_exactly(whole, tmp_path, monkeypatch, method, end, caught, goes_on):
     trained = [line for line in map(json.loads, whole[-1].splitlines()) if line["phase"] == "train"]
     assert trained[0]["prompt_priority"] == 1.0 > trained[-1]["prompt_priority"]
     assert 0 < trained[0]["tasks_seen"] < trained[-1]["tasks_seen"] <= 1
-    own = getattr(Hard, method)
+    own = getattr(HardTaskSampler, method)
 
     def ended(hard, update, *given):
         found = own(hard, update, *given)
@@ -210,7 +220,7 @@ def test_S1_a_hard_run_goes_on_to_the_same_bits(whole, tmp_path, monkeypatch, me
             end()
         return found
 
-    monkeypatch.setattr(Hard, method, ended)
+    monkeypatch.setattr(HardTaskSampler, method, ended)
     with pytest.raises(caught):
         run_in(tmp_path)
     monkeypatch.undo()

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flowgrpo.report.health import WORST, HealthLimits, findings, health_summary, warnings_of, watch_health
-from flowgrpo.report.metrics import Metrics, read_metrics
+from flowgrpo.report.health import WORST, HealthLimits, all_warnings, diagnose, health_sink, health_summary
+from flowgrpo.report.metrics import MetricsWriter, read_metrics
 from flowgrpo.types import BadInput
 
 HERE = Path(__file__).parent
@@ -33,22 +33,24 @@ def run(count=10, **changed):
 
 
 def names(lines, **limits):
-    return [one.name for one in findings(lines, HealthLimits(**limits))]
+    return [one.name for one in diagnose(lines, HealthLimits(**limits))]
 
 
-def test_a_run_that_learns_is_told_nothing():
+def test_learning_run_has_no_warnings():
     """The quickstart on `lookup`: entropy falls to a twentieth and groups fall silent, since it succeeds."""
-    assert warnings_of(read_metrics(HERE / "learns.jsonl")) == []
+    assert all_warnings(read_metrics(HERE / "learns.jsonl")) == []
     assert names(run()) == []
     assert names([]) == []
 
 
-def test_a_run_that_collapses_is_told_when():
+def test_collapsing_run_is_warned():
     """A planner of the agent system that learned too fast, from few trajectories."""
-    told = warnings_of(read_metrics(HERE / "collapses.jsonl"))
-    found = [(one["warning"], one["phase"], one["update"]) for one in told]
-    assert found == [("success", "validation", 10), ("zero_signal_groups", "train", 19)]
-    assert told[0]["words"].startswith("validation success fell from 0.13 to 0.02, by more than 0.1 and than chance")
+    warnings = all_warnings(read_metrics(HERE / "collapses.jsonl"))
+    summary = [(one["warning"], one["phase"], one["update"]) for one in warnings]
+    assert summary == [("success", "validation", 10), ("zero_signal_groups", "train", 19)]
+    assert warnings[0]["words"].startswith(
+        "validation success fell from 0.13 to 0.02, by more than 0.1 and than chance"
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,8 +71,8 @@ def test_a_run_that_collapses_is_told_when():
         ("sampler_kl", 0.03, 0.03, "sampler_kl", 0.03),
     ],
 )
-def test_each_check_has_its_figure(field, first, last, name, figure):
-    (one,) = findings(run(**{field: (first, last)}))
+def test_each_check_reports_its_number(field, first, last, name, figure):
+    (one,) = diagnose(run(**{field: (first, last)}))
     assert (one.name, one.figure) == (name, pytest.approx(figure))
     assert one.severity > 1
     assert "\n" not in one.words
@@ -94,24 +96,26 @@ def test_each_check_has_its_figure(field, first, last, name, figure):
         {"ratio_p01": (0.0, 0.0), "ratio_p99": (0.0, 0.0), "entropy": (0.0, 0.0), "live_tokens": (0.0, 0.0)},
     ],
 )
-def test_what_looks_alike_and_is_healthy_is_not_told(changed):
+def test_healthy_lookalikes_have_no_warnings(changed):
     assert names(run(**changed)) == []
 
 
 COLLAPSE = {"success": (0.16, 0.05), "tool_errors": (0.03, 0.94), "zero_signal_groups": (0.31, 0.75)}
 
 
-def test_a_collapse_is_told_without_validations():
+def test_collapse_is_found_without_validations():
     """Success fell from 16 to 5 % while nearly all turns became errors; lines of `loop.train_loop` have no phase."""
     lines = run(count=60, **COLLAPSE)
-    told = {one["warning"]: one for one in reversed(warnings_of(lines))}  # the first of each
-    assert {name: one["update"] for name, one in told.items()} == {
+    first = {one["warning"]: one for one in reversed(all_warnings(lines))}  # the first of each
+    assert {name: one["update"] for name, one in first.items()} == {
         "tool_errors_rise": 27,
         "zero_signal_groups_rise": 51,
         "training_success": 51,
     }
-    assert told["tool_errors_rise"]["words"].startswith("turns that end in an error rose from 10% to 36%, by more than")
-    assert told["training_success"]["words"].startswith(
+    assert first["tool_errors_rise"]["words"].startswith(
+        "turns that end in an error rose from 10% to 36%, by more than"
+    )
+    assert first["training_success"]["words"].startswith(
         "training success fell from 0.15 to 0.08, by more than 0.08 and"
     )
     bare = [{name: value for name, value in line.items() if name != "phase"} for line in lines]
@@ -128,10 +132,10 @@ def test_chance_is_no_collapse(queries, rate):
     lines = run(count=300)
     for line, won_g in zip(lines, won, strict=True):
         line |= {"success": won_g.mean(), "zero_signal_groups": ((won_g == 0) | (won_g == 1)).mean()}
-    assert [one for one in warnings_of(lines) if one["warning"] != "zero_signal_groups"] == []
+    assert [one for one in all_warnings(lines) if one["warning"] != "zero_signal_groups"] == []
 
 
-def test_nothing_is_said_before_a_window_is_over_and_limits_are_settings():
+def test_no_warning_before_a_full_window():
     assert names(run(count=4, repeated_text=(1.0, 1.0))) == []
     assert names(run(count=4, repeated_text=(1.0, 1.0)), window=4) == ["repeated_text"]
     assert names(run(), repeated_text=0.01) == ["repeated_text"]
@@ -144,47 +148,49 @@ def validation(update, success, width=0.05, **more):
     return {"phase": "validation", "update": update, "success": success, **bounds, **more}
 
 
-def test_a_fall_of_validations_must_be_more_than_chance():
+def test_fall_of_validation_success_must_exceed_chance():
     assert names([validation(0, 0.6), validation(10, 0.4)]) == ["success"]
     assert names([validation(0, 0.6, 0.2), validation(10, 0.4, 0.2)]) == []
     assert names([validation(0, 0.6), validation(10, 0.4), validation(20, 0.7)]) == []
 
 
-def test_the_gap_of_validations_goes_before_that_of_training():
+def test_gap_of_validations_has_priority():
     """R3: the training reward rises above what its held-out check says."""
     hacked = [validation(0, 0.5, gap=0.05), *run(), validation(10, 0.5, gap=0.25)]
-    (one,) = findings(hacked)
+    (one,) = diagnose(hacked)
     assert (one.name, round(one.figure, 6)) == ("gap", 0.2)
     assert "has grown from +0.05 to +0.25, by more than 0.1" in one.words
     assert names([validation(0, 0.5, gap=0.05), *run(gap=(0.0, 0.9)), validation(10, 0.5, gap=0.1)]) == []
 
 
-def test_a_warning_comes_once_and_again_when_it_is_twice_as_bad():
-    assert [one["update"] for one in warnings_of(run(sampler_kl=(0.03, 0.05)))] == [1]  # no window is waited for
-    told = warnings_of(run(count=200, repeated_text=(0.0, 1.0)))
-    assert [(one["warning"], one["update"]) for one in told] == [("repeated_text", 63), ("repeated_text", 124)]
-    assert [one["figure"] for one in told] == pytest.approx([0.30, 0.60], abs=0.01)
+def test_warning_is_repeated_when_twice_as_severe():
+    assert [one["update"] for one in all_warnings(run(sampler_kl=(0.03, 0.05)))] == [1]  # no window is waited for
+    warnings = all_warnings(run(count=200, repeated_text=(0.0, 1.0)))
+    assert [(one["warning"], one["update"]) for one in warnings] == [("repeated_text", 63), ("repeated_text", 124)]
+    assert [one["figure"] for one in warnings] == pytest.approx([0.30, 0.60], abs=0.01)
     gone = run(count=100, entropy=(0.0099, 0.0))
-    severities = [one.severity for one in (findings(gone[:5])[0], findings(gone)[0])]
+    severities = [one.severity for one in (diagnose(gone[:5])[0], diagnose(gone)[0])]
     assert severities == pytest.approx([0.01 / 0.0097, WORST], rel=1e-2)
-    assert len([one for one in warnings_of(gone) if one["warning"] == "entropy"]) == 4
+    assert len([one for one in all_warnings(gone) if one["warning"] == "entropy"]) == 4
 
 
-def test_a_run_that_goes_on_says_what_an_undisturbed_one_does(tmp_path):
-    lines, said, position = list(read_metrics(HERE / "collapses.jsonl")), [], None
+def test_resumed_run_writes_the_same_warnings(tmp_path):
+    lines, logs, position = list(read_metrics(HERE / "collapses.jsonl")), [], None
     for folder, parts in (("whole", [lines]), ("parts", [lines[:13], lines[13:20], lines[13:]])):
         (tmp_path / folder).mkdir()
         for part in parts:
-            said.append([])
-            with Metrics(tmp_path / folder, position, sinks=[partial(watch_health, say=said[-1].append)]) as metrics:
+            logs.append([])
+            with MetricsWriter(
+                tmp_path / folder, position, sinks=[partial(health_sink, log=logs[-1].append)]
+            ) as metrics:
                 for line in part:
                     metrics.write(line)
                 position = metrics.position if part is parts[0] and len(parts) > 1 else position
     whole, parts = ((tmp_path / name / "warnings.jsonl").read_text() for name in ("whole", "parts"))
     assert whole == parts
-    assert [len(one) for one in said] == [2, 0, 1, 2]
-    assert said[0] == said[3]
-    assert said[0][0].startswith("warning: validation 10: validation success fell")
+    assert [len(one) for one in logs] == [2, 0, 1, 2]
+    assert logs[0] == logs[3]
+    assert logs[0][0].startswith("warning: validation 10: validation success fell")
     assert health_summary([json.loads(line) for line in whole.splitlines()]) == (
         "2 warnings: success (from update 10 on), zero_signal_groups (from update 19 on); see warnings.jsonl"
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgrpo.report.metrics import METRICS, TIMINGS, Metrics, plain_json, read_metrics
+from flowgrpo.report.metrics import METRICS, TIMINGS, MetricsWriter, plain_json, read_metrics
 from flowgrpo.types import BadInput
 
 
@@ -18,7 +18,7 @@ def line(update: int) -> dict:
 
 
 def test_lines_are_plain_json(tmp_path):
-    with Metrics(tmp_path) as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write(line(3), {"seconds": 0.25})
         metrics.write({"phase": "train", "update": 4})
     assert (tmp_path / METRICS).read_text().splitlines() == [
@@ -28,8 +28,13 @@ def test_lines_are_plain_json(tmp_path):
     assert (tmp_path / TIMINGS).read_text() == '{"phase": "train", "update": 3, "seconds": 0.25}\n'
 
 
+def test_old_names_of_metrics_are_read(tmp_path):
+    (tmp_path / TIMINGS).write_text('{"phase": "train", "update": 1, "credit_seconds": 0.5}\n')
+    assert list(read_metrics(tmp_path / TIMINGS)) == [{"phase": "train", "update": 1, "advantages_seconds": 0.5}]
+
+
 @pytest.mark.usefixtures("nan_allowed")
-def test_figures_of_any_kind_become_plain_ones():
+def test_values_become_plain_json():
     """float32 in its shortest form, which gives the same float32 again; what is no number is null."""
     tenths = [np.float32(0.1), 0.1, np.float64(0.1), jnp.float32(0.1), jnp.bfloat16(0.1)]
     assert plain_json(tenths) == [0.1, 0.1, 0.1, 0.1, 0.100097656]  # what bfloat16 has of it
@@ -41,36 +46,36 @@ def test_figures_of_any_kind_become_plain_ones():
 
 
 @given(st.integers(1, 8), st.integers(0, 8), st.integers(0, 60), st.integers(1, 3))
-def test_s1_an_interrupted_file_equals_an_undisturbed_one(tmp_path_factory, updates, killed, torn, every):
+def test_S1_interrupted_file_equals_undisturbed_file(tmp_path_factory, updates, killed, torn, every):
     """Killed after any update and in the middle of any line, it goes on from the last checkpoint to the same bytes."""
     here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
-    with Metrics(there) as metrics:
+    with MetricsWriter(there) as metrics:
         for update in range(updates):
             metrics.write(line(update))
     position, first = None, 0
-    with Metrics(here) as metrics:
+    with MetricsWriter(here) as metrics:
         for update in range(min(killed, updates)):
             metrics.write(line(update), {"seconds": 1.0})
             if update % every == 0:
                 position, first = metrics.position, update + 1
     with (here / METRICS).open("ab") as file:
         file.write(json.dumps(line(killed), default=float).encode()[:torn])
-    with Metrics(here, position) as metrics:
+    with MetricsWriter(here, position) as metrics:
         for update in range(first, updates):
             metrics.write(line(update), {"seconds": 2.0})
     assert (here / METRICS).read_bytes() == (there / METRICS).read_bytes()
     assert len(list(read_metrics(here / TIMINGS))) == updates
 
 
-def test_a_line_is_in_the_file_before_it_is_closed_so_that_a_kill_loses_none(tmp_path):
-    with Metrics(tmp_path) as metrics:
+def test_lines_are_written_unbuffered(tmp_path):
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write({"update": 0})
         assert list(read_metrics(tmp_path / METRICS)) == [{"update": 0}]
 
 
-def test_what_can_not_go_on_be_read_or_be_written_is_refused_and_nothing_is_cut(tmp_path, monkeypatch):
+def test_files_that_cannot_be_resumed_are_refused_uncut(tmp_path, monkeypatch):
     path = tmp_path / METRICS
-    with Metrics(tmp_path) as metrics:
+    with MetricsWriter(tmp_path) as metrics:
         metrics.write({"update": 0}, {"seconds": 1.5})
         first = metrics.position
         metrics.write({"update": 1}, {"seconds": 2.5})
@@ -93,19 +98,19 @@ def test_what_can_not_go_on_be_read_or_be_written_is_refused_and_nothing_is_cut(
         changed = whole[name].replace(old, new)
         (tmp_path / name).write_bytes(changed)
         with pytest.raises(BadInput, match=words):
-            Metrics(tmp_path, position)
+            MetricsWriter(tmp_path, position)
         assert (tmp_path / name).read_bytes() == changed
         (tmp_path / name).write_bytes(whole[name])
     with pytest.raises(BadInput, match="has no checksums of its metrics, as older ones: begin a new run"):
-        Metrics(tmp_path, {METRICS: 14, TIMINGS: 0})  # type: ignore[dict-item]
+        MetricsWriter(tmp_path, {METRICS: 14, TIMINGS: 0})  # type: ignore[dict-item]
     with pytest.raises(BadInput, match=r"can't be written \(No such file or directory\): choose another folder"):
-        Metrics(tmp_path / "nowhere")
+        MetricsWriter(tmp_path / "nowhere")
     assert list(read_metrics(path)) == [{"update": 0}, {"update": 1}]  # without the torn line
     path.write_text('{"update": 0}\nhello\n')
     for bad, words in ((path, "metrics.jsonl:2 is not a JSON object: remove"), (tmp_path / "no", "can't be read")):
         with pytest.raises(BadInput, match=words):
             list(read_metrics(bad))
-    with Metrics(tmp_path) as metrics, Path("/dev/full").open("wb", buffering=0) as full:
+    with MetricsWriter(tmp_path) as metrics, Path("/dev/full").open("wb", buffering=0) as full:
         monkeypatch.setitem(metrics._files, METRICS, full)
         with pytest.raises(BadInput, match=r"/dev/full could not be written \(No space left on device\)"):
             metrics.write({"update": 0})

@@ -3,8 +3,8 @@
 import pytest
 
 from flowgrpo.report.figures import PICTURES, RunLines
-from flowgrpo.report.metrics import Metrics
-from flowgrpo.report.plots import COLOURS, curve, curves, line_style, make_figure, tool_mix_curves
+from flowgrpo.report.metrics import MetricsWriter
+from flowgrpo.report.plots import COLOURS, curve, draw_curves, line_style, make_figure, tool_mix_curves
 from flowgrpo.types import BadInput
 
 
@@ -17,7 +17,7 @@ def write_run(folder, tools=("lookup", "add"), updates: int = 12) -> list[dict]:
         if update % 4 == 0:
             bounds = {"success_low": rate / 2, "success_high": rate + 0.1, "right_tool": 0.6}
             lines.append({"phase": "validation", "update": update, "success": rate, **bounds})
-    with Metrics(folder) as metrics:
+    with MetricsWriter(folder) as metrics:
         for line in lines:
             metrics.write(line)
     return lines
@@ -29,23 +29,23 @@ def size(png: bytes) -> tuple[int, int]:
     return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
 
 
-def test_curves_are_drawn_beside_the_metrics_and_again_to_the_same_bytes(tmp_path):
+def test_curves_are_drawn_with_reproducible_bytes(tmp_path):
     write_run(tmp_path, tools=[f"tool {i}" for i in range(len(COLOURS) + 2)])  # more than there are colours
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"phase": "tra')  # a run that still goes on
-    path = curves(tmp_path)
+    path = draw_curves(tmp_path)
     assert path == tmp_path / "curves.png"
     assert size(path.read_bytes()) == (1125, 1245)
-    again = curves(tmp_path, tmp_path / "other.png", title=tmp_path.name)
+    again = draw_curves(tmp_path, tmp_path / "other.png", title=tmp_path.name)
     assert again.read_bytes() == path.read_bytes()
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "timings.jsonl", "curves.png", "other.png"}
 
 
-def test_a_run_without_tools_has_no_panel_of_them_and_points_are_those_of_the_phase(tmp_path):
+def test_run_without_tools_has_no_tool_panel(tmp_path):
     lines = write_run(tmp_path, tools=(), updates=5)
     assert [axis.get_ylabel() for axis in make_figure(lines).axes] == [
         "success rate",
-        "share of calls\nto the right tool",
+        "fraction of calls\nto the right tool",
     ]
     assert curve(lines, "validation", "success") == ([0, 4], [0.0, 0.1])
     lines = write_run(tmp_path, updates=5)
@@ -53,7 +53,7 @@ def test_a_run_without_tools_has_no_panel_of_them_and_points_are_those_of_the_ph
     assert tool_mix_curves(lines, "validation") == {}
 
 
-def test_ticks_are_whole_updates_and_axes_end_where_the_figures_do(tmp_path):
+def test_ticks_are_integers_and_axes_end_at_the_data(tmp_path):
     success, right, tools = make_figure(write_run(tmp_path)).axes
     assert all(float(tick).is_integer() for tick in tools.get_xticks())
     assert [round(axis.get_ylim()[1] / 1.02, 3) for axis in (success, right, tools)] == [0.3, 0.6, 0.2]
@@ -63,7 +63,7 @@ def test_ticks_are_whole_updates_and_axes_end_where_the_figures_do(tmp_path):
 
 
 @pytest.mark.parametrize("other", ["linestyle", "marker"])
-def test_thirty_two_lines_differ_by_colour_and_dashes_and_by_colour_and_marker(other):
+def test_thirty_two_line_styles_are_distinct(other):
     styles = [line_style(index) for index in range(32)]
     assert len({(style["color"], style[other]) for style in styles}) == 32
     assert [style["color"] for style in styles[: len(COLOURS)]] == COLOURS
@@ -78,12 +78,12 @@ def test_lines_and_areas_of_a_figure_differ(tmp_path):
     assert len({(tuple(area.get_facecolor()[0]), area.get_hatch()) for area in areas}) == 24
 
 
-def test_nothing_to_draw_and_no_place_to_draw_it_are_said(tmp_path):
+def test_missing_data_or_folder_is_refused(tmp_path):
     with pytest.raises(BadInput, match="can't be read"):
-        curves(tmp_path)
+        draw_curves(tmp_path)
     write_run(tmp_path, updates=0)
-    with pytest.raises(BadInput, match="has no line with a success rate yet: let the run go on"):
-        curves(tmp_path)
+    with pytest.raises(BadInput, match="has no line with a success rate yet: continue the run"):
+        draw_curves(tmp_path)
     write_run(tmp_path)
     with pytest.raises(BadInput, match=r"curves.png could not be written \(No such file or directory\)"):
-        curves(tmp_path, tmp_path / "nowhere" / "curves.png")
+        draw_curves(tmp_path, tmp_path / "nowhere" / "curves.png")

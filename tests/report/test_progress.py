@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from flowgrpo.report.progress import Progress, clock_time, format_figures, with_progress
+from flowgrpo.report.progress import Progress, clock_time, format_metrics, with_progress
 
 FIGURES = {"success": 0.541, "turns": 3.17, "tool_errors": 0.083, "kl": 0.01234, "entropy": 1.308}
 FIGURES["tokens_per_second"] = 3380.4
@@ -15,27 +15,27 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_plain_lines_where_there_is_no_terminal():
+def test_plain_lines_without_a_terminal():
     out = io.StringIO()
     progress = Progress(150, stream=out, clock=lambda: 0.0)
     progress.show("train", 12, FIGURES)
-    progress.say("saved")
+    progress.log("saved")
     progress.end()
     line = "train  12/150  success 0.54  turns 3.2  tool errors 0.08  KL 0.0123  entropy 1.31  3,380 tok/s"
     assert out.getvalue() == f"{line}\nsaved\n"
-    assert format_figures({"success": None, "turns": float("nan"), "kl": 0.0, "other": 3}) == ["KL 0.0000"]
+    assert format_metrics({"success": None, "turns": float("nan"), "kl": 0.0, "other": 3}) == ["KL 0.0000"]
     counts = {"computed_tokens": 4400, "context_tokens": 19840}
-    assert format_figures(counts) == ["computed 4,400 of 19,840 context tokens"]
-    assert format_figures(counts | {"computed_tokens": 19840}) == [], "nothing is shared"
+    assert format_metrics(counts) == ["computed 4,400 of 19,840 context tokens"]
+    assert format_metrics(counts | {"computed_tokens": 19840}) == [], "nothing is shared"
 
 
-def test_a_terminal_line_is_rewritten_and_a_new_phase_begins_another(monkeypatch):
+def test_terminal_line_is_rewritten_within_a_phase(monkeypatch):
     monkeypatch.setenv("COLUMNS", "24")
     out = Terminal()
     progress = Progress(5, stream=out, clock=lambda: 0.0)
     for phase, update in (("train", 1), ("train", 2), ("validation", 2)):
         progress.show(phase, update, FIGURES)
-    progress.say("done")
+    progress.log("done")
     clear, first, last = "\r\x1b[2K", "train 1/5  success 0.54", "validation 2/5"
     assert out.getvalue() == f"{clear}{first}{clear}train 2/5  0:00 left\n{clear}{last}\ndone\n"
 
@@ -59,7 +59,7 @@ def test_a_terminal_line_is_rewritten_and_a_new_phase_begins_another(monkeypatch
         ),
     ],
 )
-def test_the_time_left_comes_first_and_figures_as_they_fit(monkeypatch, columns, line, stage):
+def test_time_left_comes_first_and_metrics_as_they_fit(monkeypatch, columns, line, stage):
     monkeypatch.setenv("COLUMNS", str(columns))
     out, times = Terminal(), [0.0]
     progress = Progress(120, stream=out, clock=lambda: times[0])
@@ -73,7 +73,7 @@ def test_the_time_left_comes_first_and_figures_as_they_fit(monkeypatch, columns,
     assert (drawn[2], drawn[4]) == (line, stage)
 
 
-def test_the_time_left_is_that_of_the_updates_seen_here():
+def test_time_left_is_extrapolated_from_this_process():
     """Going on at update 10, one update takes 3 s (validation included), and 5 are left: 15 s."""
     out, times = io.StringIO(), [100.0, 103.0, 104.0, 106.0]
     progress = Progress(17, stream=out, clock=lambda: times[0])
@@ -95,7 +95,7 @@ def steps(out, times) -> None:
     progress.end()
 
 
-def test_a_stage_is_before_the_line_on_a_terminal_and_seldom_has_one_elsewhere():
+def test_stage_is_put_before_the_terminal_line():
     out = Terminal()
     steps(out, [0.0])
     drawn = out.getvalue().split("\r\x1b[2K")
@@ -107,7 +107,7 @@ def test_a_stage_is_before_the_line_on_a_terminal_and_seldom_has_one_elsewhere()
     assert out.getvalue().splitlines() == ["rollout 0/4", "train 1/9", "train 2/9  0:35 left"]
 
 
-def test_a_long_stage_has_a_line_every_half_minute_where_there_is_no_terminal():
+def test_long_stage_prints_every_half_minute_without_a_terminal():
     out, times = io.StringIO(), [0.0]
     progress = Progress(1, stream=out, clock=lambda: times[0])
     for done in range(5):
@@ -116,11 +116,11 @@ def test_a_long_stage_has_a_line_every_half_minute_where_there_is_no_terminal():
     assert out.getvalue().splitlines() == ["validation 0/4", "validation 2/4  0:40 left", "validation 4/4  0:00 left"]
 
 
-def test_times_are_read_as_on_a_clock():
+def test_clock_time():
     assert [clock_time(s) for s in (0, 59.6, 83, 3599, 7384)] == ["0:00", "1:00", "1:23", "59:59", "2:03:04"]
 
 
-def test_cases_are_counted_from_none_to_all_and_what_they_print_has_lines_of_its_own():
+def test_with_progress_counts_cases_on_own_lines():
     out = io.StringIO()
     assert list(with_progress("decode", [3, 5], stream=out)) == [3, 5]
     lines = out.getvalue().splitlines()

@@ -7,7 +7,15 @@ from types import SimpleNamespace
 import pytest
 from event_files import fields, records
 
-from flowgrpo.report.metrics import ADVANTAGE, RATIO, Metrics, advantage_edges, ratio_edges, ratio_place, read_metrics
+from flowgrpo.report.metrics import (
+    ADVANTAGE,
+    RATIO,
+    MetricsWriter,
+    advantage_edges,
+    ratio_edges,
+    ratio_place,
+    read_metrics,
+)
 from flowgrpo.report.sinks import check_sinks, histograms, open_sinks, scalars
 from flowgrpo.types import BadInput
 
@@ -15,10 +23,10 @@ LINE = {"phase": "train", "update": 1, "success": 0.5, "kl": None, "tools": {"ad
 LINE |= {"kl_by_turn": [0.0, 0.125], "by": "words", ADVANTAGE: [0] * 15 + [3, 0, 5] + [0] * 15}
 
 
-def write(folder, updates, position=None, sinks=("tensorboard",), say=print):
+def write(folder, updates, position=None, sinks=("tensorboard",), log=print):
     """A run that writes these updates; its positions after each."""
     places = {}
-    with Metrics(folder, position, sinks=open_sinks(sinks, config={"seed": 0}, say=say)) as metrics:
+    with MetricsWriter(folder, position, sinks=open_sinks(sinks, config={"seed": 0}, log=log)) as metrics:
         if position is None:
             metrics.write({"phase": "warm start", "update": 50, "loss": 2.0})
         for update in updates:
@@ -28,11 +36,11 @@ def write(folder, updates, position=None, sinks=("tensorboard",), say=print):
 
 
 def write_twice(folder, *sinks):
-    """A run that goes on after update 3, although it has come to 5; what was said."""
-    said = []
-    places = write(folder, range(1, 6), sinks=sinks, say=said.append)
-    write(folder, range(4, 7), places[3], sinks=sinks, say=said.append)
-    return said
+    """A run that goes on after update 3, although it has come to 5; what was messages."""
+    messages = []
+    places = write(folder, range(1, 6), sinks=sinks, log=messages.append)
+    write(folder, range(4, 7), places[3], sinks=sinks, log=messages.append)
+    return messages
 
 
 def test_names_are_flat_and_histograms_have_their_edges():
@@ -53,14 +61,14 @@ def test_bins_are_even_around_the_middle():
 
 def steps(folder):
     """The steps of the events in each file of a phase, and of a purge as a negative number."""
-    found = []
+    values = []
     for path in sorted(folder.iterdir()):
         events = [dict(fields(record)) for record in records(path.read_bytes())]
-        found.append([-event[2] if 7 in event else event[2] for event in events[1:]])
-    return found
+        values.append([-event[2] if 7 in event else event[2] for event in events[1:]])
+    return values
 
 
-def test_tensorboard_has_a_folder_for_each_phase_and_doubles_nothing(tmp_path):
+def test_tensorboard_has_a_folder_per_phase_without_duplicates(tmp_path):
     write_twice(tmp_path, "tensorboard")
     assert steps(tmp_path / "tensorboard" / "train") == [[1, 2, 3, 4, 5], [-4, 4, 5, 6]]
     assert steps(tmp_path / "tensorboard" / "warm_start") == [[50], [-51]]
@@ -81,30 +89,30 @@ class Fake:
         self.failing, self.calls = "", []
 
     def __getattr__(self, name):
-        return lambda *given, **named: self.note(name, given, named)
+        return lambda *args, **kwargs: self.note(name, args, kwargs)
 
-    def note(self, name, given, named):
+    def note(self, name, args, kwargs):
         if name == self.failing:
             raise ConnectionError(f"no {name}\ntoday")
-        self.calls.append((name, given, named))
+        self.calls.append((name, args, kwargs))
         return self
 
     def of(self, name):
-        return [(*given, named) for one, given, named in self.calls if one == name]
+        return [(*args, kwargs) for one, args, kwargs in self.calls if one == name]
 
 
 @pytest.fixture
 def fakes(monkeypatch):
     """Both packages, as fakes."""
-    found = SimpleNamespace(wandb=Fake(), trackio=Fake())
-    for name, fake in vars(found).items():
+    fakes = SimpleNamespace(wandb=Fake(), trackio=Fake())
+    for name, fake in vars(fakes).items():
         monkeypatch.setitem(sys.modules, name, fake)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     monkeypatch.setenv("TRACKIO_PROJECT", "mine")
-    return found
+    return fakes
 
 
-def test_a_remote_run_is_one_run_that_gets_every_update_once(tmp_path, fakes):
+def test_remote_run_gets_every_update_once(tmp_path, fakes):
     assert write_twice(tmp_path, "wandb", "trackio") == []
     (one,), (two,) = fakes.wandb.of("init")
     assert one == two
@@ -125,14 +133,14 @@ def test_a_remote_run_is_one_run_that_gets_every_update_once(tmp_path, fakes):
 
 
 @pytest.mark.parametrize("failing", ["init", "define_metric", "log", "finish"])
-def test_a_sink_that_fails_says_so_once_and_stops_nothing(tmp_path, fakes, failing):
+def test_failing_sink_is_disabled_with_one_message(tmp_path, fakes, failing):
     fakes.wandb.failing = failing
-    said = []
+    messages = []
     for name, sinks in (("plain", ()), ("run", ("wandb", "tensorboard"))):
         (tmp_path / name).mkdir()
-        write(tmp_path / name, range(1, 4), sinks=sinks, say=said.append)
-    (words,) = said
-    assert words.startswith(f"warning: wandb failed (no {failing} today); the run goes on without it")
+        write(tmp_path / name, range(1, 4), sinks=sinks, log=messages.append)
+    (words,) = messages
+    assert words.startswith(f"warning: wandb failed (no {failing} today); the run continues without it")
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == (tmp_path / "plain/metrics.jsonl").read_bytes()
     assert steps(tmp_path / "run" / "tensorboard" / "train") == [[1, 2, 3]]
 
@@ -151,7 +159,7 @@ def test_names_are_checked_before_a_run(monkeypatch, tmp_path):
 
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
-def test_wandb_takes_all_of_it_offline(tmp_path, monkeypatch):
+def test_wandb_accepts_all_metrics_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert write_twice(tmp_path, "wandb") == []

@@ -8,12 +8,12 @@ from event_files import fields, records
 from flowgrpo.report.tensorboard import EventFile, masked_crc
 
 
-def test_the_checksum_is_that_of_the_standard():
+def test_checksum_is_crc32c():
     crc = 0xE3069283  # CRC-32C of "123456789"
     assert masked_crc(b"123456789") == ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def test_a_step_is_one_event_with_the_figures_by_their_tags(tmp_path):
+def test_step_is_one_event_with_scalars_by_tag(tmp_path):
     with EventFile(tmp_path, clock=lambda: 12.5) as events:
         events.write(300, {"success": 0.5, "tools/add": -2.0}, {"h": ([0.0, 1.0, 3.0], [4, 2])})
     (path,) = tmp_path.iterdir()
@@ -28,7 +28,7 @@ def test_a_step_is_one_event_with_the_figures_by_their_tags(tmp_path):
     assert struct.unpack("<3d", counts) == (0.0, 4.0, 2.0)
 
 
-def test_a_later_file_comes_after_the_earlier_ones_and_may_purge_them(tmp_path):
+def test_later_file_may_purge_earlier_steps(tmp_path):
     for purge in (None, 7):
         with EventFile(tmp_path, purge_step=purge):
             pass
@@ -39,7 +39,7 @@ def test_a_later_file_comes_after_the_earlier_ones_and_may_purge_them(tmp_path):
 
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
-def test_tensorboard_reads_them_and_forgets_what_was_purged(tmp_path):
+def test_tensorboard_reads_events_without_purged_steps(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for purge, steps in ((None, range(5)), (3, range(3, 6))):

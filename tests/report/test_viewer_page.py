@@ -7,7 +7,7 @@ import pytest
 from viewer_cases import HOSTILE, INVISIBLE, make_many, named
 
 from flowgrpo.report import trajectory_page
-from flowgrpo.report.trajectory_page import viewer
+from flowgrpo.report.trajectory_page import write_viewer
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
@@ -31,12 +31,12 @@ TRAINED = phases(train="6 of 6 solved (100 %)")
 FILTERS = [
     ("domain", "code", f"8 of 20{TRAINED}"),
     ("phase", "test before", "6 of 20" + phases(before="0 of 6 solved (0 %)")),
-    ("outcome", "invalid", "2 of 20"),
+    ("result", "invalid", "2 of 20"),
     ("status", "VERIFIER_FAILURE", "2 of 20"),
     ("tool", "calculator", "12 of 20" + phases(before="0 of 6 solved (0 %)", after="3 of 6 solved (50 %)")),
     ("changed", "failed → solved", "6 of 20" + phases(before="0 of 3 solved (0 %)", after="3 of 3 solved (100 %)")),
     ("turns-low", "3", f"6 of 20{TRAINED}"),
-    ("reward-high", "0.5", "9 of 20" + phases(before="0 of 6 solved (0 %)", after="0 of 3 solved (0 %)")),
+    ("outcome-high", "0.5", "9 of 20" + phases(before="0 of 6 solved (0 %)", after="0 of 3 solved (0 %)")),
     ("update-low", "4", f"8 of 20{TRAINED}"),
     ("search", "T3 what", "2 of 20" + phases(before="0 of 1 solved (0 %)", after="1 of 1 solved (100 %)")),
     ("search", "nowhere", "0 of 20"),
@@ -66,12 +66,12 @@ def browser():
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     names = {"ratio": "π(update 9) / π(sampled)"}
-    return viewer(make_many(), tmp_path_factory.mktemp("page") / "page.html", title=TITLE, names=names)
+    return write_viewer(make_many(), tmp_path_factory.mktemp("page") / "page.html", title=TITLE, names=names)
 
 
 @pytest.fixture
 def page(browser, path):
-    """The page as it is first opened; whatever a test does, nothing is complained of."""
+    """The page as first opened; no test may cause an error in the console."""
     browser.get("about:blank")
     browser.get(path.as_uri())
     yield browser
@@ -104,18 +104,18 @@ def opened(page) -> list[str]:
     return page.execute_script(OPENED)
 
 
-def test_filters_count_what_passes_each_phase_alone(page):
+def test_filters_count_solved_trajectories_by_phase(page):
     for name, value, counted in FILTERS:
         assert choose(page, name, value) == counted, name
         page.find_element("css selector", "#filters [type=reset]").click()
         text = "setTimeout(() => arguments[0](document.getElementById('count').textContent), 20)"
         assert page.execute_async_script(text).startswith("20 of 20test before")
     choose(page, "domain", "mathematics")
-    assert choose(page, "outcome", "solved").startswith("3 of 20")
+    assert choose(page, "result", "solved").startswith("3 of 20")
     assert choose(page, "turns-low", "many").startswith("3 of 20")  # what is no number bounds nothing
     assert page.find_element("name", "turns-low").get_attribute("aria-invalid") == "true"
-    choose(page, "sort", "reward, high first")
-    shown = [each.text for each in page.find_elements("css selector", ".row .reward")]
+    choose(page, "sort", "outcome, high first")
+    shown = [each.text for each in page.find_elements("css selector", ".row .outcome")]
     assert shown == sorted(shown, key=lambda text: -1.0 if text == "\u2013" else float(text), reverse=True)
     source = (Path(trajectory_page.__file__).parent / "page" / "data.js").read_text()
     number = next(line for line in source.splitlines() if line.startswith("const number"))
@@ -123,7 +123,7 @@ def test_filters_count_what_passes_each_phase_alone(page):
     assert rounded == ["0.00", "\u22120.01", "0.00", "\u221212.50"]  # what rounds to zero has no sign
 
 
-def test_it_opens_on_the_trained_policy_and_keys_go_through_trajectories_and_turns(page):
+def test_keys_move_through_trajectories_and_turns(page):
     assert "test after" in opened(page)[0]
     assert "t0" in opened(page)[0]
     press(page, "jj")
@@ -152,7 +152,7 @@ def test_it_opens_on_the_trained_policy_and_keys_go_through_trajectories_and_tur
     assert "test before" in opened(page)[0]
 
 
-def test_every_colouring_has_its_colours_and_its_legend_or_says_why_not(page):
+def test_every_colouring_has_colours_and_a_legend(page):
     press(page, "cc")
     assert "not recorded for this trajectory" in page.find_element("id", "legend").text
     press(page, "CC")
@@ -162,21 +162,21 @@ def test_every_colouring_has_its_colours_and_its_legend_or_says_why_not(page):
     masks = backgrounds(page)
     assert len(set(masks)) == 1
     assert masks[0] != clear
-    seen = {}
+    colours = {}
     for name in ("log-probability", "advantage", "π(update 9) / π(sampled)", "weight version"):
         press(page, "c")
         assert legend.text.startswith(name)
-        seen[name] = backgrounds(page)
-    assert len(set(seen["log-probability"])) == 3  # 0, -1, -2 of the longest action
-    advantages, ratios = seen["advantage"], seen["π(update 9) / π(sampled)"]
+        colours[name] = backgrounds(page)
+    assert len(set(colours["log-probability"])) == 3  # 0, -1, -2 of the longest action
+    advantages, ratios = colours["advantage"], colours["π(update 9) / π(sampled)"]
     assert advantages[0] != advantages[1] == advantages[3] == advantages[4] != clear
     assert ratios[0] != ratios[1]
-    assert len(set(seen["weight version"])) == 2
+    assert len(set(colours["weight version"])) == 2
     press(page, "c")
     assert legend.text.startswith("mask")
 
 
-def test_a_token_tells_its_figures_and_is_coloured_without_the_spaces_around_it(page):
+def test_tokens_show_their_values_and_are_coloured_without_spaces(page):
     pieces = "return [...document.querySelectorAll('.action .t')].slice(0, 4).map(each => each.textContent)"
     assert page.execute_script(pieces) == ["Tool:", "calculator", "2", "+"]
     assert page.find_element("css selector", ".action").get_attribute("textContent") == "Tool: calculator 2 + "
@@ -198,7 +198,7 @@ def test_contexts_fold_and_unfold(page):
     assert page.execute_script(opens) == [False, False]
     press(page, "jf")
     assert page.execute_script(opens) == [True, True]
-    assert len(page.find_elements("css selector", ".said .t")) == 4
+    assert len(page.find_elements("css selector", ".prompt .t")) == 4
     choose(page, "domain", "code")  # a turn whose action was refused leads to what its policy was told
     press(page, "f")
     page.find_element("css selector", ".refused button").click()
@@ -206,7 +206,7 @@ def test_contexts_fold_and_unfold(page):
     assert page.execute_script("return document.querySelectorAll('.turn')[2].classList.contains('current')")
 
 
-def test_the_same_task_before_and_after_stands_side_by_side(page):
+def test_same_task_before_and_after_is_shown_side_by_side(page):
     choose(page, "phase", "test after")
     press(page, "jjjb")
     before, after = opened(page)
@@ -220,7 +220,7 @@ def test_the_same_task_before_and_after_stands_side_by_side(page):
     assert len(opened(page)) == 1
 
 
-def test_an_address_opens_the_same_again(page, path):
+def test_url_restores_the_view(page, path):
     choose(page, "domain", "code")
     press(page, "jcb")
     address, shown = page.current_url, opened(page)
@@ -231,24 +231,24 @@ def test_an_address_opens_the_same_again(page, path):
     assert page.find_element("id", "legend").text.startswith("log-probability")
 
 
-def test_hostile_text_is_shown_and_does_nothing(page):
-    choose(page, "outcome", "invalid")
+def test_hostile_text_is_shown_as_text(page):
+    choose(page, "result", "invalid")
     assert page.find_element("css selector", "h2").text == named(HOSTILE)
     assert page.find_elements("css selector", "main img, main script") == []
-    assert page.find_element("css selector", ".said").text.replace("\n", "").startswith("</script>")
+    assert page.find_element("css selector", ".prompt").text.replace("\n", "").startswith("</script>")
     press(page, "j")
     words = page.find_element("tag name", "main").text
     assert "never began" in words
     assert "none: it ended before" in words
 
 
-def test_the_calls_of_a_turn_and_the_verdict_are_shown(page):
+def test_calls_and_outcome_are_shown(page):
     words = page.find_element("tag name", "article").text
-    for part in ("calculator", "2 +", "it is not complete", "error", "Gold", "5", "failed", "reward 0.250", "1.50 s"):
+    for part in ("calculator", "2 +", "it is not complete", "error", "Gold", "5", "failed", "outcome 0.250", "1.50 s"):
         assert part in words
 
 
-def test_a_narrow_window_has_its_bar_in_one_line_and_filters_on_demand(page):
+def test_narrow_window_has_filters_on_demand(page):
     metrics = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     try:

@@ -1,4 +1,4 @@
-"""The matcher against a teacher: every pair of pairs.txt and fresh_pairs.txt, and each disagreement by name."""
+"""The matcher against labels by hand: every pair of pairs.txt and fresh_pairs.txt, with a list of all disagreements."""
 
 from collections import Counter
 
@@ -9,9 +9,9 @@ from flowgrpo.rewards.answers.symbolic import PRELOAD
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.types import BadInput
 
-EVERY = [*read_pairs(), *read_pairs(PAIRS.with_name("fresh_pairs.txt"))]
-WORKED = ("7", "3 + 4")  # the one wrong answer that is paid: equal, but not worked out
-UNPAID = {  # right answers that are not, as (gold, output)
+ALL_PAIRS = [*read_pairs(), *read_pairs(PAIRS.with_name("fresh_pairs.txt"))]
+NOT_WORKED_OUT = ("7", "3 + 4")  # the one wrong answer that scores 1: equal, but not worked out
+FALSE_NEGATIVES = {  # right answers that score 0, as (gold, output)
     ("Paris", "So my answer is Paris, the capital of France."),
     ("B", "Only B is consistent with the passage, since A and C contradict it."),
     ("The Pacific Ocean", "the Pacific"),
@@ -27,26 +27,26 @@ UNPAID = {  # right answers that are not, as (gold, output)
 
 def disagreements(pairs, call):
     match = matcher(call)
-    said = [(pair, match(pair).value) for pair in pairs]
-    return {(pair.golds[0], pair.output) for pair, value in said if value is None or (value > 0) != pair.right}
+    values = [(pair, match(pair).value) for pair in pairs]
+    return {(pair.golds[0], pair.output) for pair, value in values if value is None or (value > 0) != pair.right}
 
 
-def different(function, *_, seconds):  # noqa: ARG001
+def call_all_different(function, *_, seconds):  # noqa: ARG001
     """`Sandbox.call` without a process: formulas can be read, and none equals another."""
     return True if function.endswith("readable") else ("different", 0.0)
 
 
-def test_every_pair_without_formulas_agrees_with_the_teacher_but_for_known_ones():
-    pairs = [pair for pair in EVERY if pair.domain != "symbolic"]
-    assert disagreements(pairs, different) == UNPAID
-    schools = [pair for pair in read_pairs() if pair.domain not in MATHEMATICS]
-    assert sum((plain_comparison(pair) > 0) == pair.right for pair in schools) < 0.6 * len(schools)
+def test_every_pair_without_formulas_agrees_but_for_known_ones():
+    pairs = [pair for pair in ALL_PAIRS if pair.domain != "symbolic"]
+    assert disagreements(pairs, call_all_different) == FALSE_NEGATIVES
+    school_pairs = [pair for pair in read_pairs() if pair.domain not in MATHEMATICS]
+    assert sum((plain_comparison(pair) > 0) == pair.right for pair in school_pairs) < 0.6 * len(school_pairs)
 
 
 @pytest.mark.slow
-def test_every_pair_agrees_with_the_teacher_but_for_known_ones():
+def test_every_pair_agrees_but_for_known_ones():
     with Sandbox(preload=PRELOAD) as sandbox:
-        assert disagreements(EVERY, sandbox.call) == UNPAID | {WORKED}
+        assert disagreements(ALL_PAIRS, sandbox.call) == FALSE_NEGATIVES | {NOT_WORKED_OUT}
 
 
 def test_there_are_enough_pairs_of_both_verdicts_in_every_domain():

@@ -1,8 +1,8 @@
-"""The format checker: each piece once, in order; JSON of a schema; bounded whatever it is given."""
+"""Format rewards: each piece once, in order; JSON of a schema; bounded time for any input."""
 
 import pytest
 
-from flowgrpo.rewards.format import MOST, check_format, check_json, heading, literal, tag
+from flowgrpo.rewards.format import MAX_CHARACTERS, check_format, check_json, heading, literal, tag
 from flowgrpo.types import BadInput, Task
 
 TASK = Task("t", "", (), "format")
@@ -25,11 +25,11 @@ BROKEN = {
     "<think>a</think><answer>5</answer><answer>6</answer>": "answer: <answer> is more than once",
     "</think>a<think><answer>5</answer>": "think: </think> comes before <think>",
     "<think>" * 10_000: "think: <think> is more than once",
-    "x" * (MOST + 1): f"the output is longer than {MOST} characters",
+    "x" * (MAX_CHARACTERS + 1): f"the output is longer than {MAX_CHARACTERS} characters",
 }
 
 
-def test_the_declared_form_is_paid_and_any_other_says_why_it_is_not():
+def test_only_the_declared_form_scores_1_and_others_say_why():
     assert score(TAGS, "<think>a</think>\n<answer>5</answer>") == (1.0, "", {"think": 1.0, "answer": 1.0})
     assert {output: score(TAGS, output)[:2] for output in BROKEN} == {
         output: (0.0, BROKEN[output]) for output in BROKEN
@@ -49,11 +49,11 @@ def test_headings_and_literal_text():
         assert score(reward, output)[:2] == (value, reason)
 
 
-def test_what_can_not_be_a_format_is_said():
+def test_senseless_formats_are_refused():
     for make in (check_format, lambda: tag("a b"), lambda: tag(""), lambda: heading(" "), lambda: literal("")):
         with pytest.raises(BadInput):
             make()
-    with pytest.raises(BadInput, match="name of its own"):
+    with pytest.raises(BadInput, match="its own name"):
         check_format(tag("a"), tag("a"))
     with pytest.raises(BadInput, match="JSON knows"):
         check_json({"a": set})
@@ -76,7 +76,7 @@ BAD_JSON = {
 }
 
 
-def test_json_of_the_schema_is_paid_and_any_other_says_why_it_is_not():
+def test_only_json_of_the_schema_scores_1_and_others_say_why():
     for output in (GOOD, f"```json\n{GOOD}\n```", GOOD.replace("0.5", "null"), GOOD.replace("0.5", "1")):
         assert score(JSON, output).value == 1
     for output, reason in BAD_JSON.items():

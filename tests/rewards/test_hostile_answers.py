@@ -1,4 +1,4 @@
-"""Rules that run in this process raise nothing, return in time and never pay an output, however hostile it is (R2)."""
+"""Rewards that run in this process raise nothing, return in time and never reward a hostile output (R2)."""
 
 import time
 
@@ -16,7 +16,7 @@ from flowgrpo.rewards.vision.boxes import box_f1, box_iou, count_match, point_in
 from flowgrpo.rewards.vision.drawing import drawing_reward
 from flowgrpo.types import Task
 
-DEADLINE = 10.0  # processor seconds, where 0.1 are ample: what grows with the square of 2 MB takes an hour
+DEADLINE = 10.0  # processor seconds; 0.1 are ample, and quadratic time takes an hour for 2 MB
 GOLDS = ["42", "3/4", "B", "5 km", "July 4, 1776", "1, 2, 3", "(1, 2)", "yes", "photosynthesis", "$12.50", "3:4", "50%"]
 GOLDS += ["x^2 + 1", "3:30 pm", "20 °C", "\\frac{\\sqrt{3}}{2}", "\\{1, 2\\}"]
 QUERY = "What percent of km, in order? A) respiration B) photosynthesis"
@@ -25,11 +25,11 @@ METADATA["numbers"] = [41, 1]
 METADATA["commands"] = "rect 0 0 10 10 red"
 
 
-def different(function, *_, seconds):  # noqa: ARG001
+def call_all_different(function, *_, seconds):  # noqa: ARG001
     return True if function.endswith("readable") else ("different", 0.0)
 
 
-MATCHERS = [answer(), school(), mathematics(different)]
+MATCHERS = [answer(), school(), mathematics(call_all_different)]
 REWARDS = [
     *MATCHERS,
     game24(target=42),
@@ -40,7 +40,7 @@ REWARDS = [
 REWARDS += [box_iou(), box_f1(), point_in_box(), count_match()]
 
 LONG = 2_000_000
-MANY = {  # pieces that are repeated so often
+MANY = {  # number of repetitions -> pieces that are repeated
     LONG: ["a", "9", "\n"],
     LONG // 9: ["7 or 8\n", "\\boxed{", "[1,2,3,4]", "rect 0 0 64 64 red\n"],
     10_000: ["\\frac{", "(", "\ud800\udfff", "\x00", bytes(range(256)).decode("latin-1")],
@@ -75,7 +75,7 @@ HOSTILE |= {
 
 
 def values(output, gold):
-    """Score an output with every reward, and assert that each returns in time; yields the values."""
+    """Yield the value of an output by every reward, and assert that each returns in time."""
     task = Task("t", QUERY, (gold,), "d", METADATA)
     for reward in REWARDS:
         start = time.process_time()
@@ -86,7 +86,7 @@ def values(output, gold):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_R2_a_hostile_output_is_scored_as_a_failure_and_a_hostile_gold_is_no_trouble_either(name):
+def test_R2_a_hostile_output_is_a_failure_and_a_hostile_gold_is_harmless(name):
     start = list(HOSTILE).index(name) % 4
     for gold in GOLDS[start::4]:
         assert max(values(HOSTILE[name], gold)) < 0.1, gold
@@ -103,12 +103,14 @@ PIECES += "|…|é|\ud800|e9999|/0|:|#### |rect 0 0 9 9 red|[500, 500, 600, 600]
 
 @st.composite
 def mutated(draw):
-    """An output of the pairs, with pieces put in, cut out and doubled."""
+    """An output of the pairs, with pieces inserted, removed and repeated."""
     text = draw(st.sampled_from(PAIRS)).output
     for _ in range(draw(st.integers(0, 4))):
-        at, end = sorted(draw(st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))))
+        start, end = sorted(draw(st.tuples(st.integers(0, len(text)), st.integers(0, len(text)))))
         piece = draw(st.sampled_from(PIECES.split("|")) | st.text(max_size=5))
-        text = draw(st.sampled_from([text[:at] + piece + text[at:], text[:at] + text[end:], text + text[at:end]]))
+        text = draw(
+            st.sampled_from([text[:start] + piece + text[start:], text[:start] + text[end:], text + text[start:end]])
+        )
     return text
 
 

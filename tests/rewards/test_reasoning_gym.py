@@ -13,7 +13,7 @@ from flowgrpo.types import Task
 TASK = Task("t", "?", (), "reasoning_gym", {"reasoning_gym": {"name": "chain_sum", "options": {"seed": 1}, "index": 0}})
 
 
-def here(function, *arguments, seconds):  # noqa: ARG001
+def call_in_process(function, *arguments, seconds):  # noqa: ARG001
     """`Sandbox.call` without a process."""
     return getattr(reasoning_gym_child, function.split(":")[1])(*arguments)
 
@@ -22,7 +22,7 @@ def here(function, *arguments, seconds):  # noqa: ARG001
 def test_the_verifier_knows_its_own_answers_and_runs_in_the_sandbox():
     names = ("countdown", "maze", "game_of_life", "sudoku", "rubiks_cube", "simple_integration")
     with Sandbox(preload=PRELOAD, unsafe=True) as sandbox:
-        for call, name in [(here, "chain_sum"), *((sandbox.call, name) for name in names)]:
+        for call, name in [(call_in_process, "chain_sum"), *((sandbox.call, name) for name in names)]:
             reward = reasoning(call, seconds=60.0)
             for task in read_tasks(f"reasoning_gym:{name}?size=2&seed=5"):
                 if task.answers:
@@ -31,7 +31,7 @@ def test_the_verifier_knows_its_own_answers_and_runs_in_the_sandbox():
                 assert reward.score(task, "").value == 0.0
 
 
-def test_what_the_answer_caused_is_0_and_what_it_did_not_is_invalid():
+def test_a_failure_that_the_answer_caused_is_0_and_any_other_is_invalid():
     for error, value in (
         (TimeoutError("late"), 0.0),
         (CallFailed("ProcessDied", "killed"), 0.0),
@@ -41,4 +41,4 @@ def test_what_the_answer_caused_is_0_and_what_it_did_not_is_invalid():
         scored = reasoning(Mock(side_effect=error)).score(TASK, "The answer is 3")
         assert scored.value == value
         assert scored.reason
-    assert reasoning(here).score(Task("t", "?", ("1",), "math"), "1").value is None  # a task of another kind
+    assert reasoning(call_in_process).score(Task("t", "?", ("1",), "math"), "1").value is None  # a task of another kind

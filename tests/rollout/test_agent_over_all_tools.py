@@ -8,11 +8,11 @@ from concurrent.futures import Future
 import jax
 import numpy as np
 import pytest
-from agent_cases import agent_text, plan
+from agent_cases import agent_text, make_system, plan
 
 import flowgrpo as fg
-from flowgrpo.contracts import Completion, Scored
-from flowgrpo.data.tokenizer import Text
+from flowgrpo.contracts import Completion, RewardResult
+from flowgrpo.data.tokenizer import ChatTokenizer
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.records import from_json, to_json
 from flowgrpo.rollout.replay import replay
@@ -46,7 +46,7 @@ TURNS = (
 )
 
 
-def scripted(text: Text):
+def scripted(text: ChatTokenizer):
     """An engine's `submit` that says the lines of `TURNS`, by the turns that are left."""
 
     def submit(request) -> Future:
@@ -60,8 +60,8 @@ def scripted(text: Text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rendering", [fg.agent.fresh, fg.agent.appending])
-def test_one_agent_calls_all_of_them_and_its_record_replays_without_any(tmp_path, rendering):
+@pytest.mark.parametrize("rendering", [fg.agent.fresh_context, fg.agent.growing_context])
+def test_one_agent_calls_all_tools_and_its_record_replays_without(tmp_path, rendering):
     (tmp_path / "server.py").write_text(textwrap.dedent(SERVER))
     (tmp_path / "corpus.txt").write_text("Halden is a town that makes glass.\n\nOrsk is a town that makes bells.\n")
     text = agent_text()
@@ -72,10 +72,10 @@ def test_one_agent_calls_all_of_them_and_its_record_replays_without_any(tmp_path
         toolset([calculator(), python(sandbox), search(read_corpus(tmp_path / "corpus.txt")), *server.tools]) as tools,
     ):
         make = {"schemas": tools.schemas, "turns": 5, "max_tokens": 200, "context_tokens": 6000, "rendering": rendering}
-        env = fg.agent_system(text, **make)
-        reward = fg.Reward(lambda task, output: Scored(float(output == task.answers[0])))
-        rollout = hosted(env, scripted(text), do=tools.do, reward=reward, turn_deadline=60.0)
-        played = rollout(tasks, jax.random.split(jax.random.key(0), 4), [0, 0, 1, 1]).played
+        env = make_system(text, **make)
+        reward = fg.Reward(lambda task, output: RewardResult(float(output == task.answers[0])))
+        rollout = hosted(env, scripted(text), call_tool=tools.call_tool, reward=reward, turn_deadline=60.0)
+        played = rollout(tasks, jax.random.split(jax.random.key(0), 4), [0, 0, 1, 1]).trajectories
     for one in played:
         assert one.tools == ("calculator", "python", "search", "price", "")
         assert not any(one.errors)

@@ -1,4 +1,4 @@
-"""Compiled rollouts: what is recorded is what the environment saw; keys alone decide (E3); scoring agrees (F7)."""
+"""Compiled rollouts: the record is what the environment got; keys alone decide (E3); scoring agrees (F7)."""
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,13 @@ from flowgrpo.generate.sampler import logprobs
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.parallel.row_sharding import place_on_devices
-from flowgrpo.parallel.sharding import decoder_axes, make_mesh, settle, state_shardings
-from flowgrpo.rollout.compiled import Spoken, _collect, make_rollout, repeat
+from flowgrpo.parallel.sharding import decoder_axes, make_mesh, shard_policy, state_shardings
+from flowgrpo.rollout.compiled import TurnRecord, _to_trajectories, make_rollout, repeat
 
 ENV = tiny_env(rounds=1)  # a random policy solves some
-CONFIG = DecoderConfig(v=len(ENV.words), d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),), init_scale=0.5)
+CONFIG = DecoderConfig(
+    v=len(ENV.vocabulary), d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),), init_scale=0.5
+)
 POLICY, AXES = make_policy(CONFIG), decoder_axes(CONFIG)
 QUERIES, SAMPLES, TEMPERATURE = 6, 4, 1.3
 STEP, RESET, ANCHOR = jax.jit(ENV.step), jax.jit(ENV.reset), jax.jit(ENV.anchor)
@@ -67,7 +69,7 @@ def replay(i, work, rollout):
     return turns, total, done
 
 
-def test_what_is_recorded_is_what_the_environment_saw(work, rollout):
+def test_the_record_is_what_the_environment_got(work, rollout):
     """Turn by turn; and the outcome is shown at every turn."""
     trajectories = rollout
     for i in range(QUERIES * SAMPLES):
@@ -112,21 +114,21 @@ def test_E3_a_trajectory_depends_on_its_key_alone(work, rollout):
 
 
 @pytest.mark.slow
-def test_E3_in_other_widths_the_trajectories_are_the_same(work, rollout):
+def test_E3_smaller_decode_batches_give_the_same_trajectories(work, rollout):
     """Tokens are equal, and log-probabilities within rounding."""
-    found = jax.jit(make_rollout(ENV, POLICY, temperature=TEMPERATURE, narrowest=2))(*work)
+    found = jax.jit(make_rollout(ENV, POLICY, temperature=TEMPERATURE, min_decode_batch=2))(*work)
     for name in ("tokens", "chosen", "length", "turns", "reward", "status"):
         np.testing.assert_array_equal(getattr(found, name), getattr(rollout, name))
     np.testing.assert_allclose(found.logp_sampled, rollout.logp_sampled, atol=1e-5)
 
 
-def test_what_is_paid_by_turn_is_shown_by_turn():
+def test_rewards_by_turn_are_recorded_by_turn():
     """Of one trajectory of two turns: what lies in a turn that does not exist counts nowhere."""
     row = np.ones((1, 3, 2), np.int32)
     exists, paid = np.array([[True, True, False]]), np.array([[0.5, 1.0, 9.0]], np.float32)
-    spoken = Spoken(row, row > 0, row, row[..., 0], exists, paid, row[..., 0], row[..., 0], row[..., 0] > 0)
+    record = TurnRecord(row, row > 0, row, row[..., 0], exists, paid, row[..., 0], row[..., 0], row[..., 0] > 0)
     env = ENV._replace(by_turn=True)
-    rollout = _collect(env, spoken, (np.array([True]), np.array([False])), np.array([7]), 0)
+    rollout = _to_trajectories(env, record, np.array([True]), np.array([False]), np.array([7]), 0)
     trajectories = rollout
     np.testing.assert_array_equal(trajectories.reward, [[0.5, 1.0, 0.0]])
     assert (float(trajectories.outcome[0]), bool(trajectories.by_turn[0])) == (1.5, True)
@@ -134,15 +136,17 @@ def test_what_is_paid_by_turn_is_shown_by_turn():
     np.testing.assert_array_equal(rollout.error, exists)
 
 
-def test_what_can_not_be_rolled_out_is_refused(work):
+def test_arguments_that_can_not_be_rolled_out_are_refused(work):
     with pytest.raises(fg.BadInput, match="temperature is 0"):
         make_rollout(ENV, POLICY, temperature=0)
-    with pytest.raises(fg.BadInput, match="narrowest is 0"):
-        make_rollout(ENV, POLICY, narrowest=0)
+    with pytest.raises(fg.BadInput, match="min_decode_batch is 0"):
+        make_rollout(ENV, POLICY, min_decode_batch=0)
     with pytest.raises(fg.BadInput, match="has no make_cache"):
         make_rollout(ENV, POLICY._replace(make_cache=None))
-    env = ENV._replace(words=(*ENV.words, "more"))
-    said = f"chooses among {len(ENV.words)} tokens, but tiny has {len(env.words)} words: give it a vocabulary of"
+    env = ENV._replace(vocabulary=(*ENV.vocabulary, "more"))
+    said = (
+        f"chooses among {len(ENV.vocabulary)} tokens, but tiny has {len(env.vocabulary)} words: give it a vocabulary of"
+    )
     with pytest.raises(fg.BadInput, match=said):
         jax.eval_shape(make_rollout(env, POLICY), *work)
 
@@ -172,7 +176,7 @@ def over_eight() -> jax.sharding.Mesh:
 def test_over_several_devices_the_trajectories_are_the_same(work, rollout, mesh_of):
     """E3, between widths."""
     mesh, (params, *rest) = mesh_of(), work
-    params, policy = place_on_devices(params, state_shardings(params, mesh, AXES)), settle(POLICY, mesh, AXES)
+    params, policy = place_on_devices(params, state_shardings(params, mesh, AXES)), shard_policy(POLICY, mesh, AXES)
     other = jax.jit(make_rollout(ENV, policy, temperature=TEMPERATURE))(params, *rest)
     for name in ("tokens", "chosen", "turns", "outcome", "group", "length"):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(other, name))

@@ -1,4 +1,4 @@
-"""Records of hosted rollouts: one line of JSON gives back the same bits; dense sizes come again."""
+"""Records of hosted rollouts: one line of JSON gives back the same bits; padded lengths are powers of two."""
 
 import json
 from dataclasses import fields, replace
@@ -10,19 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flowgrpo as fg
-from flowgrpo.contracts import Call, Result, Scored
+from flowgrpo.contracts import Call, Result, RewardResult
+from flowgrpo.renamed import RECORD_KEYS
 from flowgrpo.rollout.effects import Effect
 from flowgrpo.rollout.records import (
-    CutAction,
-    Played,
-    Unfinished,
-    aborted,
+    PartialAction,
+    PartialTrajectory,
+    RecordedTrajectory,
+    abort,
     from_json,
     make_turn,
-    rollout_of,
+    partial_from_json,
+    partial_to_json,
     to_json,
-    unfinished_from_json,
-    unfinished_to_json,
+    to_trajectories,
 )
 from flowgrpo.types import Status
 
@@ -46,9 +47,11 @@ def turns(draw, paid):
 @st.composite
 def records(draw):
     sequence = tuple(draw(st.lists(turns(draw(st.booleans())), max_size=3)))
-    scored = draw(st.none() | st.builds(Scored, st.none() | floats, words, st.dictionaries(words, floats, max_size=2)))
+    reward_result = draw(
+        st.none() | st.builds(RewardResult, st.none() | floats, words, st.dictionaries(words, floats, max_size=2))
+    )
     task = draw(st.builds(fg.Task, words, words, st.lists(words).map(tuple), words, objects) | objects | words | ids)
-    return Played(
+    return RecordedTrajectory(
         task=task,
         key=tuple(draw(st.lists(st.integers(0, 2**32 - 1), min_size=2, max_size=4))),
         group=draw(st.integers(-5, 2**40)),
@@ -57,13 +60,13 @@ def records(draw):
         outcome=draw(st.none() | floats),
         correct=draw(st.booleans()),
         status=draw(st.sampled_from(Status)),
-        appends=draw(st.booleans()),
+        extends_context=draw(st.booleans()),
         tools=tuple(draw(words) for _ in sequence),
         errors=tuple(draw(st.booleans()) for _ in sequence),
         log=tuple(draw(st.lists(st.builds(Effect, calls, results), max_size=3))),
-        lens=tuple(draw(st.lists(st.integers(0, 3), max_size=4))),
+        effect_counts=tuple(draw(st.lists(st.integers(0, 3), max_size=4))),
         output=draw(st.none() | words),
-        scored=scored,
+        reward_result=reward_result,
         reason=draw(words),
         seconds=draw(floats),
     )
@@ -75,7 +78,7 @@ def test_A2_a_line_of_json_gives_back_the_same_trajectory(played):
     assert "\n" not in line
     again = from_json(line)
     assert to_json(again) == line
-    for name in {item.name for item in fields(Played)} - {"turns"}:
+    for name in {item.name for item in fields(RecordedTrajectory)} - {"turns"}:
         assert getattr(again, name) == getattr(played, name)
     for mine, other in zip(again.turns, played.turns, strict=True):
         for name in ("tokens", "chosen", "logp_sampled", "version"):
@@ -97,42 +100,56 @@ def actions(draw):
         "budget",
         draw(st.integers(0, 9)),
     )
-    return CutAction(tuple(draw(st.lists(ids, min_size=1, max_size=4))), draw(st.integers(-(2**70), 2**70)), sampled)
+    return PartialAction(
+        tuple(draw(st.lists(ids, min_size=1, max_size=4))), draw(st.integers(-(2**70), 2**70)), sampled
+    )
 
 
 @given(records(), st.none() | actions())
-def test_S1_a_line_of_json_gives_back_the_same_unfinished_trajectory(played, begun):
-    names = ("task", "key", "group", "sample", "tools", "errors", "log", "lens", "seconds")
+def test_S1_a_line_of_json_gives_back_the_same_partial_trajectory(played, begun):
+    names = ("task", "key", "group", "sample", "tools", "errors", "log", "effect_counts", "seconds")
     shared = {name: getattr(played, name) for name in names}
-    left = Unfinished(**shared, turns=tuple(played.turns), begun=begun)
-    line = unfinished_to_json(left)
+    left = PartialTrajectory(**shared, turns=tuple(played.turns), partial_action=begun)
+    line = partial_to_json(left)
     assert "\n" not in line
-    again = unfinished_from_json(line)
-    assert unfinished_to_json(again) == line
+    again = partial_from_json(line)
+    assert partial_to_json(again) == line
     assert {name: getattr(again, name) for name in names} == shared
-    assert to_json(aborted(again, "x")) == to_json(aborted(left, "x"))  # all turns, and the action as one
-    assert (again.begun is None) == (begun is None)
-    if again.begun is not None and begun is not None:
-        assert again.begun == begun
+    assert to_json(abort(again, "x")) == to_json(abort(left, "x"))  # all turns, and the action as one
+    assert (again.partial_action is None) == (begun is None)
+    if again.partial_action is not None and begun is not None:
+        assert again.partial_action == begun
     with pytest.raises(fg.BadInput, match="is no recorded trajectory"):
         from_json(line)
     with pytest.raises(fg.BadInput, match="is no recorded trajectory"):
-        unfinished_from_json(to_json(played))
+        partial_from_json(to_json(played))
 
 
 def test_a_rollout_is_recorded_and_read_back():
     with Engine() as engine:
-        got = run(engine, tasks_of(3, 4), reward=fg.Reward(lambda _, output: Scored(len(output) / 7, "", {"a": 0.1})))
-    again = [from_json(to_json(one)) for one in got.played]
-    assert [value(one) for one in again] == [value(one) for one in got.played]
-    one, two = (rollout_of(played, ("echo",), turns=4) for played in (again, got.played))
+        got = run(
+            engine, tasks_of(3, 4), reward=fg.Reward(lambda _, output: RewardResult(len(output) / 7, "", {"a": 0.1}))
+        )
+    again = [from_json(to_json(one)) for one in got.trajectories]
+    assert [value(one) for one in again] == [value(one) for one in got.trajectories]
+    one, two = (to_trajectories(played, ("echo",), turns=4) for played in (again, got.trajectories))
     np.testing.assert_array_equal(one.logp_sampled, two.logp_sampled)
+
+
+def test_a_line_with_keys_of_earlier_versions_is_read():
+    with Engine() as engine:
+        recorded = run(engine, tasks_of(1, 1), reward=fg.Reward(lambda *_: RewardResult(0.5))).trajectories[0]
+    old_keys = {new: old for old, new in RECORD_KEYS.items()}
+    record = {old_keys.get(key, key): x for key, x in json.loads(to_json(recorded)).items()}
+    record["turns"] = [{old_keys.get(key, key): x for key, x in turn.items()} for turn in record["turns"]]
+    assert {"lens", "scored", "appends"} <= set(record)
+    assert value(from_json(json.dumps(record))) == value(recorded)
 
 
 def test_what_is_no_record_is_refused():
     with Engine() as engine:
-        line = to_json(run(engine, tasks_of(1, 1)).played[0])
-    without = {name: x for name, x in json.loads(line).items() if name != "lens"}
+        line = to_json(run(engine, tasks_of(1, 1)).trajectories[0])
+    without = {name: x for name, x in json.loads(line).items() if name != "effect_counts"}
     for bad in (
         "",
         "null",
@@ -149,7 +166,7 @@ def test_what_is_no_record_is_refused():
 
 def test_a_task_that_is_no_json_is_refused():
     with Engine() as engine:
-        played = run(engine, tasks_of(1, 1)).played[0]
+        played = run(engine, tasks_of(1, 1)).trajectories[0]
     with pytest.raises(fg.BadInput, match="can't be written as JSON"):
         to_json(replace(played, task=object()))
 
@@ -157,46 +174,46 @@ def test_a_task_that_is_no_json_is_refused():
 # Dense ------------------------------------------------------------------------------------------------
 
 
-def of(*lengths: int, tools=()) -> Played:
+def of(*lengths: int, tools=()) -> RecordedTrajectory:
     """A trajectory of turns of these lengths."""
     sequence = tuple(make_turn([7] * (n - 1), [2], [-0.5], 0, None, 0) for n in lengths)
-    own = {"tools": tuple(tools), "errors": (True,) * len(tools), "lens": (), "seconds": 0.0}
-    return Played(sequence, 0.0 if lengths else None, 0, task="task", key=(0, 1), sample=0, **own)
+    own = {"tools": tuple(tools), "errors": (True,) * len(tools), "effect_counts": (), "seconds": 0.0}
+    return RecordedTrajectory(sequence, 0.0 if lengths else None, 0, task="task", key=(0, 1), sample=0, **own)
 
 
-def test_sizes_come_again():
-    assert rollout_of([of(3, 5)], (), turns=6).tokens.shape == (1, 6, 8)
-    assert rollout_of([of(8)], (), turns=2).tokens.shape == (1, 2, 8)
-    assert rollout_of([of(9), of(2)], (), turns=2).tokens.shape == (2, 2, 16)
-    assert rollout_of([of(3)], (), turns=1, length=5).tokens.shape == (1, 1, 5)
+def test_lengths_are_powers_of_two():
+    assert to_trajectories([of(3, 5)], (), turns=6).tokens.shape == (1, 6, 8)
+    assert to_trajectories([of(8)], (), turns=2).tokens.shape == (1, 2, 8)
+    assert to_trajectories([of(9), of(2)], (), turns=2).tokens.shape == (2, 2, 16)
+    assert to_trajectories([of(3)], (), turns=1, length=5).tokens.shape == (1, 1, 5)
     with pytest.raises(fg.BadInput, match="length=4, but the records need 5"):
-        rollout_of([of(5)], (), turns=1, length=4)
+        to_trajectories([of(5)], (), turns=1, length=4)
 
 
-def test_calls_are_numbered_and_what_has_no_turn_keeps_its_place():
+def test_tools_are_indexed_and_trajectories_without_a_turn_kept():
     played = [of(2, 2, 2, tools=("b", "", "nowhere")), of(), of(2, tools=("a",))]
-    rollout = rollout_of(played, ("a", "b"), turns=4)
+    rollout = to_trajectories(played, ("a", "b"), turns=4)
     np.testing.assert_array_equal(rollout.tool, [[1, -1, -1, -1], [-1, -1, -1, -1], [0, -1, -1, -1]])
     np.testing.assert_array_equal(rollout.error[0], [True, True, True, False])
     np.testing.assert_array_equal(rollout.turns.sum(axis=1), [3, 0, 1])
     np.testing.assert_array_equal(rollout.valid, [True, False, True])
-    assert not rollout_of([of()], ("a",), turns=1).turns.any()
+    assert not to_trajectories([of()], ("a",), turns=1).turns.any()
 
 
-def test_an_unfinished_trajectory_that_nobody_resumes_takes_part_in_nothing():
+def test_an_aborted_partial_trajectory_does_not_count():
     whole = of(2, 2, tools=("a", "b"))
-    names = ("task", "key", "group", "sample", "tools", "errors", "log", "lens", "seconds")
-    left = Unfinished(**{name: getattr(whole, name) for name in names}, turns=tuple(whole.turns))
-    played = aborted(left, "its time was over")
+    names = ("task", "key", "group", "sample", "tools", "errors", "log", "effect_counts", "seconds")
+    left = PartialTrajectory(**{name: getattr(whole, name) for name in names}, turns=tuple(whole.turns))
+    played = abort(left, "its time was over")
     assert (played.status, played.outcome) == (Status.ABORTED, None)
-    rollout = rollout_of([whole, played], ("a", "b"), turns=2)
+    rollout = to_trajectories([whole, played], ("a", "b"), turns=2)
     np.testing.assert_array_equal(rollout.valid, [True, False])
     assert rollout.chosen[1].sum() == rollout.chosen[0].sum()
 
 
 def test_the_ledger_counts_each_chosen_token_of_a_record():
     with Engine() as engine:
-        got = run(engine, tasks_of(2, 2), env=make_env(appends=False))
-    rollout = rollout_of(got.played, ("echo",), turns=4)
+        got = run(engine, tasks_of(2, 2), env=make_env(extends_context=False))
+    rollout = to_trajectories(got.trajectories, ("echo",), turns=4)
     assert rollout.chosen.sum() == engine.delivered
-    assert rollout.begins[rollout.turns].all()
+    assert rollout.starts_context[rollout.turns].all()

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from hosted_cases import Do, Engine, hang, make_env, run, tasks_of, value
+from hosted_cases import Engine, FakeTools, hang, make_env, run, tasks_of, value
 
 import flowgrpo as fg
-from flowgrpo.contracts import Result, Scored
+from flowgrpo.contracts import Result, RewardResult
 from flowgrpo.rollout.records import from_json, to_json
 from flowgrpo.rollout.replay import replay
 from flowgrpo.types import Status
@@ -22,21 +22,23 @@ def raises(_):
 def played():
     """Trajectories of every ending."""
     work = tasks_of(4, 4, seed=1)
-    reward = fg.Reward(lambda task, output: Scored(None, "unsure") if task.query == "3/3" else Scored(len(output) / 8))
+    reward = fg.Reward(
+        lambda task, output: RewardResult(None, "unsure") if task.query == "3/3" else RewardResult(len(output) / 8)
+    )
     with Engine() as engine:
-        ill = [task.query for task, one in zip(work[0], run(engine, work).played, strict=True) if len(one.tools) > 2][
-            :3
-        ]
-        do = Do(dict(zip(ill, (hang, raises, lambda _: Result("", failure="gone")), strict=True)))
-        got = run(engine, work, do, turn_deadline=0.4, reward=reward)
+        ill = [
+            task.query for task, one in zip(work[0], run(engine, work).trajectories, strict=True) if len(one.tools) > 2
+        ][:3]
+        call_tool = FakeTools(dict(zip(ill, (hang, raises, lambda _: Result("", failure="gone")), strict=True)))
+        got = run(engine, work, call_tool, turn_deadline=0.4, reward=reward)
     with Engine(longest=20) as engine:
         short = run(engine, work)
     with Engine() as engine:
         fails = ENV._replace(
-            reset=lambda key, task, do: raises(task) if task.query == "0/0" else ENV.reset(key, task, do)
+            reset=lambda key, task, call_tool: raises(task) if task.query == "0/0" else ENV.reset(key, task, call_tool)
         )
         early = run(engine, tasks_of(1, 2), env=fails)
-    return [*got.played, *short.played, *early.played]
+    return [*got.trajectories, *short.trajectories, *early.trajectories]
 
 
 def test_A2_the_record_alone_gives_the_same_trajectory(played):
@@ -46,16 +48,16 @@ def test_A2_the_record_alone_gives_the_same_trajectory(played):
         assert value(replay(ENV, from_json(to_json(one)))) == value(one)
 
 
-def test_A2_fresh_contexts_and_paid_turns_are_replayed_too():
-    def step(state, tokens, do):
-        state, now = make_env(appends=False).step(state, tokens, do)
+def test_A2_fresh_contexts_and_rewards_by_turn_replay_too():
+    def step(state, tokens, call_tool):
+        state, now = make_env(extends_context=False).step(state, tokens, call_tool)
         return state, now._replace(reward=len(tokens) / 3)
 
-    env = make_env(appends=False)._replace(step=step)
+    env = make_env(extends_context=False)._replace(step=step)
     for by_turn in (False, True):
         with Engine() as engine:
             got = run(engine, tasks_of(2, 3), env=env, by_turn=by_turn)
-        assert [value(replay(env, one)) for one in got.played] == [value(one) for one in got.played]
+        assert [value(replay(env, one)) for one in got.trajectories] == [value(one) for one in got.trajectories]
 
 
 def long_one(played):
@@ -79,8 +81,11 @@ def action_changed(one):
         (action_changed, "the record has"),
         (lambda one: replace(one, log=one.log[::-1]), "the record has"),
         (lambda one: replace(one, log=one.log[:-1]), "are of no one trajectory"),
-        (lambda one: replace(one, lens=(2, 0, *one.lens[2:])), "asked for 1 effects after turn 0, the record has 2"),
-        (lambda one: replace(one, lens=(0, 2, *one.lens[2:])), "the record ends before"),
+        (
+            lambda one: replace(one, effect_counts=(2, 0, *one.effect_counts[2:])),
+            "asked for 1 effects after turn 0, the record has 2",
+        ),
+        (lambda one: replace(one, effect_counts=(0, 2, *one.effect_counts[2:])), "the record ends before"),
         (lambda one: with_turns(one, one.turns[:2]), "are of no one trajectory"),
         (lambda one: replace(one, tools=("", *one.tools[1:])), "the replay's tools are"),
         (lambda one: replace(one, output="42"), "the replay's output are"),
@@ -95,5 +100,5 @@ def test_a_changed_record_is_refused(played, change, said):
 
 
 def test_the_record_of_another_environment_is_refused(played):
-    with pytest.raises(fg.BadInput, match="says other tokens before turn 1"):
-        replay(make_env(appends=False), long_one(played))
+    with pytest.raises(fg.BadInput, match="other tokens before turn 1"):
+        replay(make_env(extends_context=False), long_one(played))

@@ -19,13 +19,13 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from commands import small_files
+from commands import file_size_limit
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flowgrpo.run import checkpoints as module
 from flowgrpo.run.checkpoints import Checkpoints, params_sha256
-from flowgrpo.run.tree_io import take_leaves
+from flowgrpo.run.tree_io import to_leaves
 from flowgrpo.types import BadInput
 
 
@@ -64,20 +64,20 @@ def names_in(checkpoints: Checkpoints) -> list[str]:
 
 
 @pytest.mark.usefixtures("nan_allowed")  # while NaN is looked for, JAX donates nothing
-def test_S1_what_is_being_saved_outlives_its_donation():
+def test_S1_arrays_being_saved_outlive_their_donation():
     """Arrays are not copied for a checkpoint: a program that is given one of them takes other memory meanwhile."""
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
     other, state, before = jnp.zeros(1 << 16), jnp.zeros(1 << 16), np.zeros(1 << 16)
     add(other)
     assert other.is_deleted()  # or this test would say nothing
-    (leaf,) = take_leaves({"x": state}, copy=True)
+    (leaf,) = to_leaves({"x": state}, copy=True)
     for _ in range(3):
         state = add(state)
     np.testing.assert_array_equal(leaf.value, before)
     assert float(state[0]) == 3
 
 
-def test_arrays_are_written_in_parts_and_read_from_those_that_are_asked_for(tmp_path, monkeypatch):
+def test_arrays_are_written_and_read_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PART", 64)
     checkpoints, state = Checkpoints(tmp_path), make_state()
     checkpoints.save(1, state)
@@ -85,14 +85,14 @@ def test_arrays_are_written_in_parts_and_read_from_those_that_are_asked_for(tmp_
     assert len(parts) > 1
     assert_same(checkpoints.restore(1, make_state(2.0)), state)
     shutil.rmtree(parts[-1])
-    assert_same(checkpoints.part(1, "params", state.params), state.params)
+    assert_same(checkpoints.restore_part(1, "params", state.params), state.params)
     with pytest.raises(BadInput, match="is damaged"):
         checkpoints.restore(1, state)
 
 
 @pytest.mark.usefixtures("nan_allowed")
 @pytest.mark.parametrize("background", [False, True])
-def test_S1_a_whole_run_comes_back_bit_for_bit(tmp_path, background):
+def test_S1_a_run_is_restored_bit_for_bit(tmp_path, background):
     payload = np.array([0x7FC00123, 0xFFC00001], np.uint32).view(np.float32)
     tree = {
         "state": make_state(),
@@ -111,10 +111,10 @@ def test_S1_a_whole_run_comes_back_bit_for_bit(tmp_path, background):
     again = Checkpoints(tmp_path)
     for state in (make_state(scale=0.0), jax.eval_shape(make_state).replace(step=0)):  # values don't matter
         assert_same(again.restore(5, tree | {"state": state}), tree)
-    assert again.note(5) == {"update": 5, "loss": 0.25}
+    assert again.metadata(5) == {"update": 5, "loss": 0.25}
 
 
-def test_what_is_restored_lies_as_the_template_does_and_runs_the_compiled_program(tmp_path):
+def test_restored_arrays_are_sharded_like_the_template(tmp_path):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     compiled = jax.jit(lambda x: x + 1, donate_argnums=0)
     tree = {"rows": jax.device_put(jnp.arange(16.0), NamedSharding(mesh, PartitionSpec("data")))}
@@ -128,9 +128,9 @@ def test_what_is_restored_lies_as_the_template_does_and_runs_the_compiled_progra
     assert compiled._cache_size() == 1
 
 
-def test_what_is_saved_in_the_background_may_be_changed_and_read_at_once(tmp_path, monkeypatch):
+def test_background_saves_may_be_changed_and_read_at_once(tmp_path, monkeypatch):
     held, changed = np.arange(4), threading.Event()
-    monkeypatch.setattr(module, "check_room", lambda *_: changed.wait(60))
+    monkeypatch.setattr(module, "check_disk_space", lambda *_: changed.wait(60))
     with Checkpoints(tmp_path, background=True, best="success") as checkpoints, ThreadPoolExecutor(3) as readers:
         checkpoints.save(1, {"held": held}, {"success": 0.5})
         held += 1
@@ -142,7 +142,7 @@ def test_what_is_saved_in_the_background_may_be_changed_and_read_at_once(tmp_pat
         assert (restored["held"].tolist(), latest, best) == ([0, 1, 2, 3], 1, 1)
 
 
-def test_ragged_parts_come_back_whatever_their_structure(tmp_path):
+def test_ragged_parts_are_restored_with_any_structure(tmp_path):
     buffer = [{"tokens": [[i] * n for i in range(n)], "text": "x" * n, "outcome": None} for n in range(3)]
     Checkpoints(tmp_path).save(1, {"buffer": buffer, "step": 4, "empty": [], "array": [np.arange(3)]})
     restored = Checkpoints(tmp_path).restore(1, {"buffer": ..., "step": 0, "empty": ..., "array": ...})
@@ -150,20 +150,20 @@ def test_ragged_parts_come_back_whatever_their_structure(tmp_path):
     assert restored == {"buffer": buffer, "step": 4, "empty": []}
 
 
-def test_a_part_is_read_without_the_rest(tmp_path, monkeypatch):
+def test_restore_part_reads_nothing_else(tmp_path, monkeypatch):
     tree = {"params": {"w": np.ones(3), "deep": {"b": np.zeros((0, 2))}}, "params_of_another": np.ones(500), "n": [4]}
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, tree)
     restore, read = module._restore_arrays, set()
     monkeypatch.setattr(module, "_restore_arrays", lambda at, names: read.update(names) or restore(at, names))
-    assert checkpoints.part(1, "params", tree["params"])["w"].tolist() == [1, 1, 1]
-    assert sorted(checkpoints.part(1, "params")) == ["deep", "w"]
-    assert checkpoints.part(1, "params/w").tolist() == [1, 1, 1]
-    assert checkpoints.part(1, "n") == [4]
+    assert checkpoints.restore_part(1, "params", tree["params"])["w"].tolist() == [1, 1, 1]
+    assert sorted(checkpoints.restore_part(1, "params")) == ["deep", "w"]
+    assert checkpoints.restore_part(1, "params/w").tolist() == [1, 1, 1]
+    assert checkpoints.restore_part(1, "n") == [4]
     assert len(read) == 1
 
 
-def test_the_hash_of_parameters_sees_places_types_shapes_and_bits_and_no_order():
+def test_params_hash_depends_on_paths_types_shapes_and_bits():
     params = {"b": jnp.ones(3), "a": {"c": np.zeros(2, np.int32)}}
     assert params_sha256(params) == params_sha256({"a": {"c": jnp.zeros(2, jnp.int32)}, "b": np.ones(3, np.float32)})
     others = [
@@ -179,7 +179,7 @@ def test_the_hash_of_parameters_sees_places_types_shapes_and_bits_and_no_order()
 # Which are kept ---------------------------------------------------------------------------------------
 
 
-def test_the_newest_and_the_best_are_kept(tmp_path):
+def test_newest_and_best_checkpoints_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, best="success")
     assert checkpoints.latest() is checkpoints.best() is None
     for step, success in enumerate([0.1, 0.9, 0.9, float("nan"), 0.3, None, 0.2]):
@@ -208,9 +208,7 @@ def dying(change, moments):
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_S1_killed_at_any_moment_a_process_leaves_whole_checkpoints_and_the_next_clears_the_rest(
-    tmp_path, monkeypatch, keep
-):
+def test_S1_kills_leave_complete_checkpoints_and_leftovers_are_deleted(tmp_path, monkeypatch, keep):
     """Also while one is replaced by another of the same step: there is the one or the other at every moment."""
     for moment in itertools.count():
         checkpoints, done = Checkpoints(tmp_path / f"{moment}", keep=keep), 0
@@ -226,14 +224,14 @@ def test_S1_killed_at_any_moment_a_process_leaves_whole_checkpoints_and_the_next
                 following = Checkpoints(tmp_path / f"{moment}", keep=keep)
         latest = following.latest()
         assert latest in ({None, 1}, {1, 2}, {2, 3}, {3}, {3})[done]
-        assert all(following.restore(step, {"at": 0}) == following.note(step) for step in following.steps())
+        assert all(following.restore(step, {"at": 0}) == following.metadata(step) for step in following.steps())
         if done > 2:
-            assert following.note(3)["at"] in (30 + done - 1, 30 + done)
-        before = {step: following.note(step) for step in following.steps()}
+            assert following.metadata(3)["at"] in (30 + done - 1, 30 + done)
+        before = {step: following.metadata(step) for step in following.steps()}
         following.save(9, {})
         assert all(name.isdigit() for name in names_in(following))
         assert following.steps() == [*list(before)[len(before) - keep + 1 :], 9]
-        assert all(following.note(step) == before[step] for step in following.steps()[:-1])
+        assert all(following.metadata(step) == before[step] for step in following.steps()[:-1])
     assert moment > 15
 
 
@@ -251,7 +249,7 @@ def test_S1_killed_at_any_moment_a_process_leaves_whole_checkpoints_and_the_next
         ({"a": np.zeros(2)}, "it holds c/0, for which there is no place in this run"),
     ],
 )
-def test_a_tree_that_does_not_fit_is_refused_by_name(tmp_path, template, words):
+def test_tree_that_does_not_fit_is_refused_by_name(tmp_path, template, words):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"a": np.ones(2), "c": [3]})
     with pytest.raises(BadInput) as caught:
@@ -273,20 +271,20 @@ def flip_a_bit(folder: Path) -> None:
 
 def rewrite(content: Path, change) -> None:
     """Change `checkpoint.json` and put the right checksum on it."""
-    kept = json.loads(content.read_text())
-    del kept["crc32"]
-    change(kept)
-    content.write_text(json.dumps(kept | {"crc32": zlib.crc32(json.dumps(kept).encode())}))
+    description = json.loads(content.read_text())
+    del description["crc32"]
+    change(description)
+    content.write_text(json.dumps(description | {"crc32": zlib.crc32(json.dumps(description).encode())}))
 
 
 FORGED = {
-    "note": lambda kept: kept.update(note=[]),
-    "step": lambda kept: kept.update(step=4),
-    "leaves": lambda kept: kept.update(leaves=[3]),
-    "name": lambda kept: kept["leaves"][0].update(name=[]),
-    "path": lambda kept: kept["leaves"][0].update(path=[["dict", []]]),
-    "kind": lambda kept: kept["leaves"][0].update(kind="key:none"),
-    "shape": lambda kept: kept["leaves"][0].update(shape=[0, -1]),
+    "note": lambda description: description.update(note=[]),
+    "step": lambda description: description.update(step=4),
+    "leaves": lambda description: description.update(leaves=[3]),
+    "name": lambda description: description["leaves"][0].update(name=[]),
+    "path": lambda description: description["leaves"][0].update(path=[["dict", []]]),
+    "kind": lambda description: description["leaves"][0].update(kind="key:none"),
+    "shape": lambda description: description["leaves"][0].update(shape=[0, -1]),
 }
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -294,7 +292,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize(
     "what", ["value", "cut", "gone", "list", "deep", "missing", "short", "bit", "tree", "deep tree", *FORGED]
 )
-def test_damage_is_found_and_the_earlier_checkpoint_is_named(tmp_path, what):
+def test_damage_is_found_and_the_earlier_checkpoint_named(tmp_path, what):
     checkpoints = Checkpoints(tmp_path)
     for step in (4, 8):
         checkpoints.save(step, {"a": np.random.default_rng(step).normal(size=500), "step": step})
@@ -317,7 +315,7 @@ def test_damage_is_found_and_the_earlier_checkpoint_is_named(tmp_path, what):
             spoiled = {"value": text.replace('"value": 8', '"value": 9'), "cut": text[:-5], "gone": "{}"}
             content.write_text((spoiled | {"list": "[]", "deep": DEEP})[what])
     with pytest.raises(
-        BadInput, match=r"^[^\n]*00000008 is damaged \([^\n]*\): remove that folder to go on from step 4$"
+        BadInput, match=r"^[^\n]*00000008 is damaged \([^\n]*\): remove that folder to resume from step 4$"
     ):
         checkpoints.restore(8, template)
     assert checkpoints.restore(4, template)["step"] == 4
@@ -326,7 +324,7 @@ def test_damage_is_found_and_the_earlier_checkpoint_is_named(tmp_path, what):
         checkpoints.restore(8, template)
 
 
-def test_arrays_that_fail_together_print_nothing(tmp_path, capfd):
+def test_several_failing_arrays_print_no_tracebacks(tmp_path, capfd):
     """TensorStore hands the later ones to an event loop that Orbax has closed: one traceback an array."""
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"many": [np.full(9, i) for i in range(60)]})
@@ -355,7 +353,7 @@ COPIES = ["00000002.bak", "2", "000000002", "0000000²", "0x000002", ".replaced-
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_copies_of_a_checkpoint_are_left_alone(tmp_path, name):
+def test_copies_of_a_checkpoint_are_ignored(tmp_path, name):
     checkpoints = Checkpoints(tmp_path, best="score", keep=1)
     checkpoints.save(2, {"step": 2}, {"score": 0.9})
     shutil.copytree(checkpoints.folder / "00000002", checkpoints.folder / name)
@@ -366,7 +364,7 @@ def test_copies_of_a_checkpoint_are_left_alone(tmp_path, name):
 
 
 @pytest.mark.parametrize("what", ["folder", "checkpoint"])
-def test_what_may_not_be_read_is_told_from_what_is_not_there(tmp_path, monkeypatch, what):
+def test_unreadable_differs_from_missing(tmp_path, monkeypatch, what):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(2, {"step": 2})
     closed = checkpoints.folder if what == "folder" else checkpoints.folder / "00000002"
@@ -383,20 +381,20 @@ def test_what_may_not_be_read_is_told_from_what_is_not_there(tmp_path, monkeypat
     for name in ("lstat", "read_bytes"):
         monkeypatch.setattr(Path, name, refuse(getattr(Path, name)))
     with pytest.raises(BadInput, match=r"(can't be read|is damaged) \(.*Permission denied.*\): "):
-        checkpoints.note(checkpoints.latest())
+        checkpoints.metadata(checkpoints.latest())
 
 
-def test_of_several_damaged_checkpoints_one_that_is_whole_is_named_and_all_that_stand_before_it(tmp_path):
+def test_error_names_an_intact_checkpoint_and_newer_damaged_ones(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
     for step in (2, 4, 8):
         checkpoints.save(step, {"a": np.random.default_rng(step).normal(size=500)})
     flip_a_bit(checkpoints.folder / "00000004")
     flip_a_bit(checkpoints.folder / "00000008")
-    with pytest.raises(BadInput, match=r"8 is damaged \(.*\): remove that folder and 00000004 to go on from step 2$"):
+    with pytest.raises(BadInput, match=r"8 is damaged \(.*\): remove that folder and 00000004 to resume from step 2$"):
         checkpoints.restore(8, ...)
 
 
-def test_a_best_checkpoint_that_is_damaged_is_said_and_neither_removed_nor_replaced_by_another(tmp_path):
+def test_damaged_best_checkpoint_is_reported_and_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1, best="success")
     for step, success in ((1, 0.9), (2, 0.5)):
         checkpoints.save(step, {"step": step}, {"success": success})
@@ -405,10 +403,10 @@ def test_a_best_checkpoint_that_is_damaged_is_said_and_neither_removed_nor_repla
     checkpoints.save(3, {"step": 3}, {"success": 0.6})
     checkpoints.save(4, {"step": 4}, {"success": 0.4})
     assert checkpoints.steps() == [1, 3, 4]
-    said = (
-        r"which checkpoint is best can't be told: .*00000001 is damaged \(.* saved\): remove that folder to go on from"
+    message = (
+        r"which checkpoint is best can't be told: .*00000001 is damaged \(.* saved\): remove that folder to resume from"
     )
-    with pytest.raises(BadInput, match=f"{said} step 4$"):
+    with pytest.raises(BadInput, match=f"{message} step 4$"):
         checkpoints.best()
     shutil.rmtree(content.parent)
     assert checkpoints.best() == 3
@@ -420,10 +418,13 @@ def test_a_best_checkpoint_that_is_damaged_is_said_and_neither_removed_nor_repla
         (lambda there: there.save(3, {"f": print}), "f: a builtin_function_or_method can't be saved"),
         (lambda there: there.save(3, {"s": np.array(["a"])}), "s: an array of <U1 can't be saved"),
         (lambda there: there.save(3, {(1, 2): 3}), "keys of what is saved must be strings or whole numbers"),
-        (lambda there: there.note(3), "has no checkpoint of step 3: there are 1, 2"),
-        (lambda there: Checkpoints(there.folder).note(3), "has no checkpoint of step 3: there is none"),
-        (lambda there: there.part(2, "param"), "00000002 holds nothing at param: it was saved by a run of another"),
-        (lambda there: there.part(2, "params", {"v": 1}), "it lacks v, which this run has"),
+        (lambda there: there.metadata(3), "has no checkpoint of step 3: there are 1, 2"),
+        (lambda there: Checkpoints(there.folder).metadata(3), "has no checkpoint of step 3: there is none"),
+        (
+            lambda there: there.restore_part(2, "param"),
+            "00000002 holds nothing at param: it was saved by a run of another",
+        ),
+        (lambda there: there.restore_part(2, "params", {"v": 1}), "it lacks v, which this run has"),
         (lambda there: Checkpoints(there.folder, keep=0), "keep=0 must be at least 1"),
         (lambda there: Checkpoints(there.folder / "00000001/checkpoint.json").save(1, {}), "(Not a directory): choose"),
     ],
@@ -439,7 +440,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(tmp_path, call, words):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_write_that_the_system_cuts_in_the_middle_is_one_sentence_and_loses_nothing(tmp_path, background):
+def test_interrupted_write_is_one_sentence_and_loses_nothing(tmp_path, background):
     checkpoints = Checkpoints(tmp_path, background=background)
     many = np.random.default_rng(0).integers(0, 1 << 40, 50_000)
 
@@ -448,16 +449,16 @@ def test_a_write_that_the_system_cuts_in_the_middle_is_one_sentence_and_loses_no
         checkpoints.wait()
 
     for earlier in ("there is no earlier one", "the one of step 1 is whole"):
-        with small_files(100_000), pytest.raises(BadInput, match=rf"2 could not .* \(File too large\): {earlier}$"):
+        with file_size_limit(100_000), pytest.raises(BadInput, match=rf"2 could not .* \(File too large\): {earlier}$"):
             save(2)
         assert names_in(checkpoints) == ["00000001"] * len(checkpoints.steps())  # nothing fills the disk further
         save(1)
 
 
-def test_what_does_not_fit_on_the_disk_is_refused_before_it_is_written(tmp_path, monkeypatch):
+def test_full_disk_is_detected_before_writing(tmp_path, monkeypatch):
     checkpoints, asked = Checkpoints(tmp_path), []
     tree = {"a": np.random.default_rng(0).normal(size=500_000), "b": np.zeros(1)}
-    monkeypatch.setattr(module, "check_room", lambda _, size, files: asked.append((size, files)))
+    monkeypatch.setattr(module, "check_disk_space", lambda _, size, files: asked.append((size, files)))
     checkpoints.save(1, tree, {"text": "x" * 50_000})
     text = (checkpoints.folder / "00000001" / module.CONTENT).stat().st_size
     ((size, few),) = asked
@@ -475,14 +476,14 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_is_written(tmp_path,
     assert names_in(checkpoints) == ["00000001"]
 
 
-def test_what_failed_in_the_background_is_said_by_the_next_save_and_by_nothing_before(tmp_path, monkeypatch):
+def test_background_errors_are_raised_by_the_next_save(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, background=True, best="score")
     checkpoints.save(1, {"a": 1}, {"score": 0.5})
     checkpoints.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(module, "check_room", lambda *_: 1 / 0)
+        patch.setattr(module, "check_disk_space", lambda *_: 1 / 0)
         checkpoints.save(2, {"a": 2}, {"score": 0.7})
-        assert (checkpoints.latest(), checkpoints.best(), checkpoints.note(1)) == (1, 1, {"score": 0.5})
+        assert (checkpoints.latest(), checkpoints.best(), checkpoints.metadata(1)) == (1, 1, {"score": 0.5})
     with pytest.raises(ZeroDivisionError):
         checkpoints.save(3, {"a": 3}, {"score": 0.6})
     assert checkpoints.steps() == [1]

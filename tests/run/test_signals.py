@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowgrpo.run.signals import STOPPING, Terminated, held, listening, number_of
+from flowgrpo.run.signals import STOPPING, Terminated, defer_signals, signal_of, stop_on_signals
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -24,10 +24,10 @@ def as_before():
 
 
 @pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
-def test_a_signal_raises_what_tells_its_number(number, kind):
-    with pytest.raises(kind) as caught, listening(*STOPPING):
+def test_signals_raise_their_exception(number, kind):
+    with pytest.raises(kind) as caught, stop_on_signals(*STOPPING):
         signal.raise_signal(number)
-    assert number_of(caught.value) == number
+    assert signal_of(caught.value) == number
     assert type(caught.value) is kind
 
 
@@ -35,7 +35,7 @@ def stopped_in(block, number: int) -> tuple[type[BaseException], list[str]]:
     """A signal in such a block -> what was raised in the end, and what was done before."""
     done: list[str] = []
     try:
-        with listening(*STOPPING):
+        with stop_on_signals(*STOPPING):
             with block:
                 signal.raise_signal(number)
                 done.append("the rest of the block")
@@ -47,7 +47,7 @@ def stopped_in(block, number: int) -> tuple[type[BaseException], list[str]]:
 
 @contextmanager
 def held_twice():
-    with held(), held():
+    with defer_signals(), defer_signals():
         yield
 
 
@@ -57,20 +57,20 @@ REST = ["the rest of the block"]
 @pytest.mark.parametrize(
     ("block", "number", "came"),
     [
-        (held, signal.SIGTERM, (Terminated, REST)),
-        (held, signal.SIGINT, (KeyboardInterrupt, REST)),
-        (partial(held, unless=lambda: True), signal.SIGTERM, (Terminated, [])),
-        (partial(held, unless=lambda: False), signal.SIGTERM, (Terminated, REST)),
+        (defer_signals, signal.SIGTERM, (Terminated, REST)),
+        (defer_signals, signal.SIGINT, (KeyboardInterrupt, REST)),
+        (partial(defer_signals, unless=lambda: True), signal.SIGTERM, (Terminated, [])),
+        (partial(defer_signals, unless=lambda: False), signal.SIGTERM, (Terminated, REST)),
         (held_twice, signal.SIGTERM, (Terminated, REST)),
     ],
 )
-def test_a_signal_comes_at_the_end_of_the_outermost_block_or_at_once_where_nothing_is_torn(block, number, came):
+def test_deferred_signal_is_raised_at_the_end_or_at_once(block, number, came):
     assert stopped_in(block(), number) == came
 
 
-def test_what_is_wrong_in_the_block_comes_before_the_signal():
+def test_error_in_the_block_precedes_the_signal():
     def fail() -> None:
-        with listening(*STOPPING), held():
+        with stop_on_signals(*STOPPING), defer_signals():
             signal.raise_signal(signal.SIGTERM)
             raise ValueError("wrong")
 
@@ -78,27 +78,27 @@ def test_what_is_wrong_in_the_block_comes_before_the_signal():
         fail()
 
 
-def test_a_thread_which_no_signal_reaches_goes_on():
-    seen = []
+def test_threads_are_not_interrupted():
+    handlers = []
 
     def work():
-        with listening(*STOPPING), held():
-            seen.append(signal.getsignal(signal.SIGTERM))
+        with stop_on_signals(*STOPPING), defer_signals():
+            handlers.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [signal.getsignal(signal.SIGTERM)]
+    assert handlers == [signal.getsignal(signal.SIGTERM)]
 
 
 TWICE = """
 import signal, sys
 from flowgrpo.run import signals
-from flowgrpo.run.signals import STOPPING, held, listening
+from flowgrpo.run.signals import STOPPING, defer_signals, stop_on_signals
 signals.BURST = float("{burst}")
-with listening(*STOPPING):
+with stop_on_signals(*STOPPING):
     try:
-        with held(unless=lambda: {unless}):
+        with defer_signals(unless=lambda: {unless}):
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
     except KeyboardInterrupt:
@@ -113,14 +113,14 @@ def signalled(**given) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
 
 
-@pytest.mark.parametrize(("unless", "second", "said"), [(True, "SIGINT", "saving\n"), (False, "SIGINT", "")])
-def test_the_second_signal_ends_the_process_wherever_it_is_and_says_so(unless, second, said):
+@pytest.mark.parametrize(("unless", "second", "printed"), [(True, "SIGINT", "saving\n"), (False, "SIGINT", "")])
+def test_second_signal_ends_the_process(unless, second, printed):
     done = signalled(unless=unless, second=second, burst=0)
-    assert (done.stdout, done.stderr) == (said, "\nsignalled again: ended at once, and nothing more is saved\n")
-    assert done.returncode == -(signal.Signals[second] if said else signal.SIGTERM)
+    assert (done.stdout, done.stderr) == (printed, "\nsignalled again: ended at once, and nothing more is saved\n")
+    assert done.returncode == -(signal.Signals[second] if printed else signal.SIGTERM)
 
 
 @pytest.mark.parametrize("unless", [True, False])
-def test_a_signal_that_comes_twice_at_once_as_timeout_sends_it_is_one(unless):
+def test_burst_of_signals_counts_as_one(unless):
     done = signalled(unless=unless, second="SIGTERM", burst="inf")
     assert (done.stdout, done.stderr, done.returncode) == ("saving\nsaved\n", "", 0)

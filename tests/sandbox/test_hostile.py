@@ -1,7 +1,7 @@
 """Law R2 and SPEC §9: nothing that a program does gets out of the sandbox, outlives its run, or harms the pool.
 
-`test_ordinary_user.py` runs this file once more as a user without rights. Where there is no isolation, all of this
-fails: a sandbox that can't hold a program is not one.
+`test_ordinary_user.py` runs this file once more as a user without rights. Without isolation all of these tests fail:
+a sandbox that can't contain a program is none.
 """
 
 import os
@@ -25,19 +25,19 @@ SECRET = secrets.token_hex(16)
 
 
 class Host(NamedTuple):
-    """A sandbox, and what there is on its host to be found."""
+    """A sandbox, and what a program could find on its host."""
 
     sandbox: Sandbox
     known: dict
     folder: Path
     servers: list[socket.socket]
 
-    def goes_on(self):
-        """Whether the worker is the same, and below it are its zygote and a child that waits, none stopped or dead."""
-        (only,) = self.sandbox._idle[()]
-        assert only.pid == self.known["WORKER_PID"], "the worker was lost"
-        wait_until(lambda: len(family(only.pid)) == 2)
-        return not {"Z", "T"} & {stat(only.pid)[0], *family(only.pid).values()}
+    def is_intact(self):
+        """Whether the worker is the same, with its zygote and a waiting child below it, none stopped or dead."""
+        (worker,) = self.sandbox._idle[()]
+        assert worker.pid == self.known["WORKER_PID"], "the worker was lost"
+        wait_until(lambda: len(family(worker.pid)) == 2)
+        return not {"Z", "T"} & {stat(worker.pid)[0], *family(worker.pid).values()}
 
     def run(self, program, limits=LIMITS):
         """Run a program after the prelude, with the names that it knows."""
@@ -49,9 +49,9 @@ class Host(NamedTuple):
 def host(tmp_path_factory):
     """Files, a secret in the environment, servers that listen, and a process."""
     folder = tmp_path_factory.mktemp("host")
-    for place in (folder, *folder.parents[:2]):
-        if place.stat().st_uid == os.geteuid():
-            place.chmod(0o755)  # so that nothing but the sandbox keeps anybody out
+    for path in (folder, *folder.parents[:2]):
+        if path.stat().st_uid == os.geteuid():
+            path.chmod(0o755)  # so that only the sandbox prevents access
     shared = Path("/dev/shm") / f"flowgrpo-canary-{os.getpid()}"
     for canary in (folder / "flowgrpo-canary.txt", shared):
         canary.write_text("untouched")
@@ -63,7 +63,7 @@ def host(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch, Sandbox(limits=LIMITS) as sandbox:
         patch.setenv("FLOWGRPO_CANARY", SECRET)
         patch.setenv("LD_LIBRARY_PATH", f"{os.environ.get('LD_LIBRARY_PATH', '')}:{folder}/{SECRET}")
-        patch.setattr(workers, "GRACE", 30.0)  # a zygote on a busy machine isn't stuck
+        patch.setattr(workers, "GRACE_SECONDS", 30.0)  # a zygote on a busy machine isn't stuck
         assert sandbox.isolation.active, str(sandbox.isolation)
         known = {
             "CANARY": str(folder / "flowgrpo-canary.txt"),
@@ -85,21 +85,21 @@ def host(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_R2_a_hostile_program_is_contained_and_the_pool_goes_on(host, name):
+def test_R2_a_hostile_program_is_contained_and_the_pool_survives(host, name):
     program, ends, held = HOSTILE[name]
     descriptors = len(os.listdir("/proc/self/fd"))
     ran = host.run(program, SHORT if "timeout" in ends else LIMITS)
     assert "ESCAPED" not in ran.stdout + ran.stderr, ran
-    assert {ran.ended, f"{ran.ended} {ran.code}"} & ends, ran
+    assert {ran.ending, f"{ran.ending} {ran.code}"} & ends, ran
     assert ran.stdout.count("held") >= held, ran
     written = len(ran.stdout.encode()) + len(ran.stderr.encode())
-    assert written == LIMITS.output_bytes if ran.ended == "output" else written <= LIMITS.output_bytes
+    assert written == LIMITS.output_bytes if ran.ending == "output" else written <= LIMITS.output_bytes
 
     look = (
         "import builtins, json, os\nprint(hasattr(builtins, 'owned'), hasattr(json, 'owned'), os.nice(0), os.listdir())"
     )
     assert host.sandbox.run(look).stdout == "False False 0 ['__main__.py']\n", "something was left to the next program"
-    assert host.goes_on(), "a process is dead or stopped"
+    assert host.is_intact(), "a process is dead or stopped"
     assert len(os.listdir("/proc/self/fd")) == descriptors, "a descriptor was left open"
     assert sorted(os.listdir(host.folder)) == ["flowgrpo-canary.txt", "socket"]
     for canary in (host.folder / "flowgrpo-canary.txt", Path("/dev/shm") / host.known["SHARED"]):
@@ -112,12 +112,12 @@ def test_R2_a_hostile_program_is_contained_and_the_pool_goes_on(host, name):
 
 
 def swap_limits(group):
-    """What bounds the swap of a control group; empty where the kernel has none."""
+    """Swap limits of a control group; empty if the kernel has no swap."""
     files = (group / "memory.swap.max", group / "memory.swappiness")
     return {file.read_text().strip() for file in files if file.exists()}
 
 
-def test_memory_of_all_processes_is_bounded_together_where_the_sandbox_says_so(host):
+def test_memory_of_all_processes_is_bounded_if_isolation_says_so(host):
     program = """
 import os
 for depth in range(5):  # each holds 40 MB until all below it have ended
@@ -132,30 +132,30 @@ for depth in range(5):  # each holds 40 MB until all below it have ended
 """
     ran = host.sandbox.run(program, limits=replace(LIMITS, memory=64 << 20))
     if host.sandbox.isolation.memory:
-        assert ran.ended == "memory" or ran.stdout == "one was ended\n"
+        assert ran.ending == "memory" or ran.stdout == "one was ended\n"
         (worker,) = host.sandbox._idle[()]
         assert swap_limits(worker._group.path) <= {"0"}, "on a host with swap the rest would go there"
     else:
         assert ran.stdout == "all held it\n"
 
 
-def test_R2_every_program_of_a_series_is_gone_by_its_deadline_and_its_tree_with_it(host):
-    """Half of them fork first; the zygote itself keeps each deadline, or its worker would count as lost."""
+def test_R2_every_program_of_a_series_is_killed_at_its_deadline(host):
+    """Half of them fork first; the zygote itself enforces each deadline, else its worker would count as lost."""
     for number in range(6):
         bomb = "import os\nfor _ in range(2): os.fork()\n" * (number % 2)
-        assert host.run(bomb + HOSTILE["ignored signals"][0], replace(LIMITS, seconds=0.05)).ended == "timeout"
-        assert host.goes_on()
+        assert host.run(bomb + HOSTILE["ignored signals"][0], replace(LIMITS, seconds=0.05)).ending == "timeout"
+        assert host.is_intact()
 
 
-def test_isolation_says_plainly_what_there_is(host):
+def test_the_description_of_the_isolation(host):
     text = str(host.sandbox.isolation)
-    root, own = os.geteuid() == 0, f"user {os.geteuid()} of the host, called 65534 inside"
-    user = "a user of its own for each worker, called 65534 inside" if root else own
+    root, host_user = os.geteuid() == 0, f"user {os.geteuid()} of the host, called 65534 inside"
+    user = "a user of its own for each worker, called 65534 inside" if root else host_user
     memory = "for a run as a whole" if host.sandbox.isolation.memory else "but not for their sum"
     for words in ("isolated by namespaces", "network", "read-only root", "system call filter", user, memory):
         assert words in text
     assert host.sandbox.run("import os\nprint(os.getuid(), os.getgid())").stdout == "65534 65534\n"
-    with Sandbox() as other:  # quotas of a user are its own, where the one who starts it can give it a user
+    with Sandbox() as other:  # root gives each worker a user, and so quotas, of its own
         assert other.isolation.active
         users = {os.stat(f"/proc/{sandbox._idle[()][0].pid}").st_uid for sandbox in (host.sandbox, other)}
     assert len(users) == (2 if root else 1)

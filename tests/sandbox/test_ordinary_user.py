@@ -1,7 +1,7 @@
-"""The hostile programs once more, with a sandbox that is started by a user without rights.
+"""The hostile programs once more, in a sandbox that an ordinary user starts.
 
-Root starts the tests again as `nobody`, in a mount namespace where folders that only root may enter are replaced by
-ones that show nothing but the interpreter and the repository.
+Root runs the tests again as `nobody`, in a mount namespace where folders that only root may enter are replaced by
+folders with nothing but the interpreter and the repository.
 """
 
 import os
@@ -17,7 +17,7 @@ from hostile_programs import HOSTILE
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
 
-# Runs as root in a process of its own: open the way to what is needed, become nobody, become pytest.
+# Runs as root in a process of its own: make the needed folders accessible, become nobody, become pytest.
 START = """
 import os, sys
 from flowgrpo.sandbox import syscalls
@@ -54,9 +54,9 @@ def test_R2_hostile_programs_are_contained_when_an_ordinary_user_starts_them():
     needed = ":".join(sorted({sys.base_prefix, sys.prefix, str(ROOT)}, key=len))
     start = [sys.executable, "-c", START, str(NOBODY), str(ROOT), needed]
     tests = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "tests/sandbox/test_hostile.py"]
-    with tempfile.TemporaryDirectory() as folder:  # none of pytest's own, which each run of pytest shuts to others
+    with tempfile.TemporaryDirectory() as folder:  # not pytest's, which each run of pytest closes to others
         os.chmod(folder, 0o777)
-        found = subprocess.run(
+        run = subprocess.run(
             [*start, *tests, f"--basetemp={folder}/tests"],
             cwd=ROOT,
             env={"PATH": os.environ["PATH"], "HOME": folder, "TMPDIR": folder, "PYTHONDONTWRITEBYTECODE": "1"},
@@ -64,6 +64,6 @@ def test_R2_hostile_programs_are_contained_when_an_ordinary_user_starts_them():
             text=True,
             timeout=600,
         )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-2000:]
-    assert int(re.search(r"(\d+) passed", found.stdout)[1]) >= len(HOSTILE)
-    assert "skipped" not in found.stdout
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", run.stdout)[1]) >= len(HOSTILE)
+    assert "skipped" not in run.stdout

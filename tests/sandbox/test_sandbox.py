@@ -1,4 +1,4 @@
-"""The sandbox as its users see it: what programs and calls give back, and what happens when things go wrong."""
+"""The sandbox as its users see it: results of programs and calls, and failures."""
 
 import gc
 import os
@@ -23,8 +23,8 @@ LIMITS = Limits(seconds=60.0)  # for a busy machine
 
 @pytest.fixture(scope="module")
 def sandbox():
-    with Sandbox(limits=LIMITS, preload=["sandbox_calls"]) as made:
-        yield made
+    with Sandbox(limits=LIMITS, preload=["sandbox_calls"]) as shared:
+        yield shared
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def no_namespaces(monkeypatch):
 
 
 def idle(sandbox, kind=()):
-    (only,) = sandbox._idle[kind]
-    return only
+    (idle_worker,) = sandbox._idle[kind]
+    return idle_worker
 
 
 def call(sandbox, program, *arguments, seconds=60.0):
@@ -60,11 +60,11 @@ CODES = {
 
 
 def test_exit_codes_are_those_of_the_interpreter(sandbox):
-    found = {program: sandbox.run(program)[:2] for program in CODES}
-    assert found == {program: ("exited", code) for program, code in CODES.items()}
+    results = {program: sandbox.run(program)[:2] for program in CODES}
+    assert results == {program: ("exited", code) for program, code in CODES.items()}
 
 
-def test_it_runs_as_main_with_files_beside_it_and_ends_as_in_an_interpreter(sandbox):
+def test_a_program_runs_as_main_beside_its_files_and_exits_as_usual(sandbox):
     program = """
 import atexit, threading
 atexit.register(print, "last")
@@ -77,11 +77,11 @@ if __name__ == "__main__":
     ran = sandbox.run(program, stdin="hé\n", files={"helper.py": "value = 2", "data/numbers.bin": b"\0\1"})
     assert ran.stdout == "héhé b'\\x00\\x01' ['/scratch/__main__.py'] /scratch/__main__.py\nthread\nlast\n", ran
     assert "in <module>\n    1 / 0" in ran.stderr
-    assert "sandbox" not in ran.stderr  # a traceback shows nothing of it
+    assert "sandbox" not in ran.stderr  # a traceback shows none of its frames
     assert 0 < ran.seconds < LIMITS.seconds
 
 
-def test_the_standard_library_works_inside_and_random_numbers_differ_between_runs(sandbox):
+def test_the_standard_library_works_and_random_numbers_differ_between_runs(sandbox):
     program = """
 import asyncio, concurrent.futures, fcntl, mmap, multiprocessing, os, random, shelve, shutil, sqlite3, subprocess, sys
 import tempfile, threading
@@ -109,17 +109,17 @@ print(random.random(), os.urandom(4).hex(), tempfile.mktemp())
     assert not {one, two, three} & set(again.stdout.split())
 
 
-def test_large_output_passes_and_its_bound_counts_both_streams_and_keeps_what_came_before(sandbox):
+def test_the_bound_of_output_counts_both_streams_and_keeps_what_fits(sandbox):
     echo, limits = "import sys\nsys.stdout.write(sys.stdin.read())", replace(LIMITS, output_bytes=6_000_000)
     ran = sandbox.run(echo, stdin="x" * 5_000_000, limits=limits)
-    assert (ran.ended, len(ran.stdout)) == ("exited", 5_000_000)
+    assert (ran.ending, len(ran.stdout)) == ("exited", 5_000_000)
     flood = "import sys, time\nprint('a' * 600, flush=True)\nprint('b' * 600, file=sys.stderr)\ntime.sleep(600)"
     ran = sandbox.run(flood, limits=replace(LIMITS, output_bytes=1000))
-    assert (ran.ended, ran.code, len(ran.stdout) + len(ran.stderr)) == ("output", None, 1000)
+    assert (ran.ending, ran.code, len(ran.stdout) + len(ran.stderr)) == ("output", None, 1000)
     assert min(len(ran.stdout), len(ran.stderr)) == 399
 
 
-def test_what_can_not_be_run_is_refused(sandbox):
+def test_bad_file_names_and_limits_are_refused(sandbox):
     for name in ("/etc/passwd", "../out", "a/../../b", "", ".", "a/", "__main__.py", "a\0b"):
         with pytest.raises(BadInput, match="relative paths"):
             sandbox.run("", files={name: "x"})
@@ -130,9 +130,9 @@ def test_what_can_not_be_run_is_refused(sandbox):
             Limits(**settings)
 
 
-def test_a_call_returns_what_the_function_returns_and_nothing_of_what_it_prints(sandbox):
-    for given in ("é", [None, {"a": 1.5}], "\ud800"):
-        assert call(sandbox, "value, = arguments\nprint(value is None)\nimport os; os.write(1, b'{}')", given) == given
+def test_a_call_returns_the_value_and_not_what_is_printed(sandbox):
+    for value in ("é", [None, {"a": 1.5}], "\ud800"):
+        assert call(sandbox, "value, = arguments\nprint(value is None)\nimport os; os.write(1, b'{}')", value) == value
     environment, jax = call(sandbox, "import os, sys\nvalue = dict(os.environ), 'jax' in sys.modules")
     assert set(environment) == {"PATH", "LANG", "HOME", "TMPDIR", "MALLOC_ARENA_MAX"}
     assert not jax
@@ -156,7 +156,7 @@ FAILING = {
 }
 
 
-def test_a_call_that_fails_says_what_happened(sandbox):
+def test_a_failed_call_says_what_happened(sandbox):
     for program, kind in FAILING.items():
         with pytest.raises(CallFailed) as failure:
             call(sandbox, program)
@@ -179,14 +179,14 @@ def test_only_preloaded_functions_can_be_called(sandbox):
 
 
 @pytest.mark.parametrize("kind", [(), ("sandbox_calls",)], ids=["run", "call"])
-def test_a_lost_worker_is_the_requests_doing_or_the_hosts(sandbox, kind):
+def test_a_lost_worker_is_blamed_on_the_request_or_on_the_host(sandbox, kind):
     submit = worker.Worker._submit
 
     def carry_out(program):
         return call(sandbox, program) if kind else sandbox.run(program)[:2]
 
     def lose(program, ill):
-        """Carry a program out on a host where workers die of it, or of every program."""
+        """Carry out a program on a host whose workers die of it, or of every program."""
 
         def submit_and_die(self, request, *arguments):
             submit(self, request, *arguments)
@@ -211,22 +211,22 @@ def test_a_lost_worker_is_the_requests_doing_or_the_hosts(sandbox, kind):
     serving = zygote(idle(sandbox, kind).pid)
     wait_until(lambda: [*family(serving).values()] == ["S"])
     (waiting,) = family(serving)
-    os.kill(waiting, signal.SIGKILL)  # as the kernel does where memory runs out: another takes its place
+    os.kill(waiting, signal.SIGKILL)  # as the kernel does when memory runs out: another takes its place
     wait_until(lambda: ended(waiting))
     before = idle(sandbox, kind).pid
     assert carry_out("value = 0") == fine
     assert idle(sandbox, kind).pid == before
 
     os.kill(zygote(before), signal.SIGKILL)
-    wait_until(lambda: not idle(sandbox, kind).alive())
+    wait_until(lambda: not idle(sandbox, kind).is_alive())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker.Worker, "alive", lambda _: True)
+        patch.setattr(worker.Worker, "is_alive", lambda _: True)
         with pytest.raises(SandboxFailure, match="before it took this request"):
             carry_out("value = 0")
     assert carry_out("value = 0") == fine
 
 
-def test_a_zygote_that_can_not_fork_says_so_and_goes_on(monkeypatch):
+def test_a_zygote_that_can_not_fork_says_so_and_continues(monkeypatch):
     spoilt = """
 from flowgrpo.sandbox import zygote
 code, source = zygote._own_code(), open(zygote.__file__).read()
@@ -246,11 +246,11 @@ from flowgrpo.sandbox.zygote import main
         assert idle(sandbox).pid == before
 
 
-def test_as_many_run_at_once_as_there_are_workers_and_the_others_wait(monkeypatch):
+def test_as_many_programs_as_workers_run_at_once(monkeypatch):
     meeting, busy = threading.Barrier(3), []
 
     def meet(self, request, **_):
-        """A run ends when three of them go on at once."""
+        """A run ends once three of them are under way."""
         if request["program"]:
             busy.append(self)
             assert len(busy) <= 3
@@ -265,17 +265,17 @@ def test_as_many_run_at_once_as_there_are_workers_and_the_others_wait(monkeypatc
         assert len(three._idle[()]) == 3
 
 
-def test_closing_or_forgetting_a_sandbox_ends_every_process_and_a_closed_one_says_so(monkeypatch):
-    monkeypatch.setattr(worker, "GRACE", 60.0)
+def test_closing_or_forgetting_a_sandbox_ends_every_process(monkeypatch):
+    monkeypatch.setattr(worker, "GRACE_SECONDS", 60.0)
     descriptors = len(os.listdir("/proc/self/fd"))
     with Sandbox(preload=["sandbox_calls"]) as closed:
         closed.run("")
         call(closed, "value = 1")
         pids = [idle(closed).pid, idle(closed, ("sandbox_calls",)).pid]
-        os.kill(pids[0], signal.SIGSTOP)  # what is stopped ends at once, too: starter, zygote
+        os.kill(pids[0], signal.SIGSTOP)  # stopped processes end at once, too: starter, zygote
         os.kill(zygote(pids[1]), signal.SIGSTOP)
-        began = time.monotonic()
-    assert time.monotonic() - began < worker.GRACE
+        start = time.monotonic()
+    assert time.monotonic() - start < worker.GRACE_SECONDS
     with pytest.raises(BadInput, match="closed"):
         closed.run("")
     forgotten = Sandbox()
@@ -289,7 +289,7 @@ def test_closing_or_forgetting_a_sandbox_ends_every_process_and_a_closed_one_say
         Sandbox(workers=0)
 
 
-def test_when_the_host_process_is_killed_nothing_goes_on():
+def test_when_the_host_process_is_killed_nothing_continues():
     program = """
 import threading
 from flowgrpo.sandbox import Limits, Sandbox
@@ -312,19 +312,17 @@ for sandbox in sandboxes: threading.Thread(target=sandbox.run, args=[forever]).s
     wait_until(lambda: all(map(ended, below)))
 
 
-def test_R2_a_zygote_that_is_stuck_is_ended_and_the_run_counts_as_late(sandbox, monkeypatch):
-    monkeypatch.setattr(worker, "GRACE", 0.2)
+def test_R2_a_stuck_zygote_is_killed_and_its_run_is_a_timeout(sandbox, monkeypatch):
+    monkeypatch.setattr(worker, "GRACE_SECONDS", 0.2)
     sandbox.run("")
     serving = zygote(idle(sandbox).pid)
     os.kill(serving, signal.SIGSTOP)
-    assert sandbox.run("print(1)", limits=Limits(seconds=0.1)).ended == "timeout"
+    assert sandbox.run("print(1)", limits=Limits(seconds=0.1)).ending == "timeout"
     wait_until(lambda: ended(serving))
     assert sandbox.run("print(1)").stdout == "1\n"
 
 
-def test_libraries_that_the_interpreter_loads_from_elsewhere_are_in_sight_and_nothing_beside_them(
-    tmp_path, monkeypatch
-):
+def test_libraries_loaded_from_elsewhere_are_visible_and_files_beside_them_are_not(tmp_path, monkeypatch):
     (loaded,) = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libm" in line}
     shutil.copy(loaded, tmp_path / "real.so")
     (tmp_path / "libm.so.6").symlink_to("real.so")
@@ -335,19 +333,19 @@ def test_libraries_that_the_interpreter_loads_from_elsewhere_are_in_sight_and_no
     assert ran.stdout == "['libm.so.6', 'real.so']\n", ran
 
 
-def test_a_worker_is_nobody_where_the_host_maps_no_user_of_its_own(monkeypatch):
-    asked = []
+def test_a_worker_is_nobody_if_the_host_maps_no_other_user(monkeypatch):
+    calls = []
 
     def become(*users):
-        asked.append(users)
+        calls.append(users)
         if users[0] > 65535:
             raise OSError(22, "Invalid argument")
 
     monkeypatch.setattr(os, "setresuid", become)
     isolation._become_own_user()
-    assert len(set(asked[0])) == 1
-    assert isolation.FIRST_USER <= asked[0][0] < 1 << 31
-    assert asked[1:] == [(65534, 65534, 65534)]
+    assert len(set(calls[0])) == 1
+    assert isolation.FIRST_USER <= calls[0][0] < 1 << 31
+    assert calls[1:] == [(65534, 65534, 65534)]
 
 
 @pytest.mark.usefixtures("no_namespaces")
@@ -369,7 +367,7 @@ if os.fork():
 else:
     os.setsid()
     os.write(write, b'x')
-    time.sleep(2)  # with the output open, where nothing can kill it
+    time.sleep(2)  # with the output open, out of reach of any kill
 """
     with Sandbox(unsafe=True, limits=LIMITS) as sandbox:
         look = "import os\nprint(sorted(os.listdir('.')), sorted(os.environ), os.getcwd())"
@@ -379,8 +377,8 @@ else:
         )
         assert not os.path.exists(ran.stdout.split()[-1])
         programs = ("bytearray(1 << 40)", "while True: print('x' * 1000)", leaving)
-        assert [sandbox.run(program).ended for program in programs] == ["memory", "output", "exited"]
-        assert sandbox.run("import os\nos.fork()\nwhile True: pass", limits=Limits(seconds=0.2)).ended == "timeout"
+        assert [sandbox.run(program).ending for program in programs] == ["memory", "output", "exited"]
+        assert sandbox.run("import os\nos.fork()\nwhile True: pass", limits=Limits(seconds=0.2)).ending == "timeout"
         wait_until(lambda: len(family(idle(sandbox).pid)) == 1)  # the child that waits for the next run
 
         below = family(idle(sandbox).pid)
@@ -391,7 +389,7 @@ else:
         wait_until(lambda: all(map(ended, below)))
 
 
-def test_isolation_that_once_worked_is_never_given_up_silently(monkeypatch):
+def test_isolation_that_has_worked_is_never_given_up_silently(monkeypatch):
     with Sandbox() as sandbox:
         assert sandbox.isolation.active
         idle(sandbox).close()

@@ -1,4 +1,4 @@
-"""The system call filter, by a small interpreter of its program: what it answers on both architectures."""
+"""The system call filter, by a small interpreter of its program, on both architectures."""
 
 import ctypes
 import os
@@ -16,20 +16,21 @@ MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 def interpret(code, data):
     """Run a BPF program (code, jump if true, jump if false, value) as the kernel does."""
-    place, word = 0, 0
+    position, word = 0, 0
     while True:
-        kind, yes, no, value = code[place]
+        kind, yes, no, value = code[position]
         if kind == 0x20:
             (word,) = struct.unpack_from("=I", data, value)
-            place += 1
+            position += 1
         elif kind == 0x06:
             return {0x7FFF0000: ALLOWED, 0x80000000: KILLED}.get(value, value & 0xFFFF)
         else:
             holds = {0x15: word == value, 0x35: word >= value, 0x45: bool(word & value)}[kind]
-            place += 1 + (yes if holds else no)
+            position += 1 + (yes if holds else no)
 
 
-REFUSED = {  # what leads out, tells of others, or takes what is the host's; numbers on x86_64 and on aarch64
+# Calls that leave the sandbox, reveal others, or use the host's resources; numbers on x86_64 and on aarch64.
+REFUSED = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
     "setns": (308, 268), "reboot": (169, 142), "sethostname": (170, 161), "init_module": (175, 105), "bpf": (321, 280),
@@ -45,10 +46,10 @@ REFUSED = {  # what leads out, tells of others, or takes what is the host's; num
 ORDINARY = ((0, 63), (59, 221), (231, 94), (257, 56), (436, 436))  # read, execve, exit_group, openat
 SUCCEEDS = ((73, 32), (74, 82), (75, 83), (162, 81), (26, 227))  # flock, fsync, fdatasync, sync, msync
 ABSENT = (327, 286), (328, 287), (332, 291)  # preadv2, pwritev2, statx
-YOUNG = (*range(424, 436), 437, 438, *range(440, 452), *range(453, 600), 0x40000000, 0x40000000 + 39, 0xFFFFFFFF)
+RECENT = (*range(424, 436), 437, 438, *range(440, 452), *range(453, 600), 0x40000000, 0x40000000 + 39, 0xFFFFFFFF)
 
-# Call: which argument, what is allowed of it, what is refused, and how.
-LOOKED_AT = {
+# Call: position of the argument, its allowed values, its refused values, and the error.
+FILTERED = {
     (41, 198): (0, [1], [0, 2, 10, 16, 17, 38, 40], EPERM),  # socket: AF_UNIX
     (53, 199): (0, [1], [0, 2, 16], EPERM),
     (56, 220): (0, [0x1200011, 0x3D0F00], [17 | 1 << bit for bit in (12, 13, 15, 17, *range(25, 31))], EPERM),  # clone
@@ -73,32 +74,32 @@ LOOKED_AT = {
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_the_filter_allows_what_python_needs_and_refuses_all_else(machine, monkeypatch):
+def test_the_filter_allows_what_python_needs_and_refuses_everything_else(machine, monkeypatch):
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
-    made = seccomp.make_filter()
-    place = ctypes.cast(ctypes.addressof(made) + seccomp.Filter.program.offset, ctypes.POINTER(ctypes.c_void_p))[0]
-    code = list(struct.iter_unpack("=HBBI", ctypes.string_at(place, 8 * made.length)))
+    filter_ = seccomp.make_filter()
+    address = ctypes.cast(ctypes.addressof(filter_) + seccomp.Filter.program.offset, ctypes.POINTER(ctypes.c_void_p))[0]
+    code = list(struct.iter_unpack("=HBBI", ctypes.string_at(address, 8 * filter_.length)))
     column = list(MACHINES).index(machine)
 
-    def answer(call, place=0, value=0, told=MACHINES[machine]):
+    def answer(call, position=0, value=0, architecture=MACHINES[machine]):
         number = call if isinstance(call, int) else call[column]
         return interpret(
-            code, struct.pack("=IIQ6Q", number, told, 0, *[value if at == place else 0 for at in range(6)])
+            code, struct.pack("=IIQ6Q", number, architecture, 0, *[value if i == position else 0 for i in range(6)])
         )
 
     assert {name: answer(numbers) for name, numbers in REFUSED.items()} == dict.fromkeys(REFUSED, EPERM)
     assert {answer(numbers) for numbers in ORDINARY} == {ALLOWED}
     assert {answer(numbers) for numbers in SUCCEEDS} == {0}
-    assert {answer(numbers) for numbers in ABSENT} == {answer(number) for number in YOUNG} == {ENOSYS}
+    assert {answer(numbers) for numbers in ABSENT} == {answer(number) for number in RECENT} == {ENOSYS}
     assert answer((191, 8)) == ENOTSUP  # getxattr
-    for call, (place, allowed, refused, error) in LOOKED_AT.items():
-        assert {answer(call, place, value) for value in allowed} == {ALLOWED}, call
-        assert {answer(call, place, value) for value in refused} == {error}, call
-        assert answer(call, place, allowed[0] + (1 << 40)) == ALLOWED, "these arguments have 32 bits"
+    for call, (position, allowed, refused, error) in FILTERED.items():
+        assert {answer(call, position, value) for value in allowed} == {ALLOWED}, call
+        assert {answer(call, position, value) for value in refused} == {error}, call
+        assert answer(call, position, allowed[0] + (1 << 40)) == ALLOWED, "these arguments have 32 bits"
     assert {answer((72, 25), 1, command) for command in (6, 7, 37, 38)} == {0}  # locks
-    listed = [answer(number) for number in range(1000)]
-    assert listed.count(ALLOWED) < 200
-    assert answer(0, told=0x40000003) == KILLED  # calls of 32 bits have other numbers
+    answers = [answer(number) for number in range(1000)]
+    assert answers.count(ALLOWED) < 200
+    assert answer(0, architecture=0x40000003) == KILLED  # calls of 32 bits have other numbers
 
 
 def test_an_unknown_machine_has_no_filter_and_a_refused_call_is_named(monkeypatch):

@@ -44,7 +44,7 @@ def tools():
             llm(lambda prompt: f"Because: {prompt}", pure=True),
             tool(lookup, pure=True),
         ]
-        with toolset(members, seconds=60.0) as made:
+        with toolset(members, timeout=60.0) as made:
             yield made
 
 
@@ -53,7 +53,7 @@ def of(tools, name) -> Tool:
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_the_schema_is_json_schema_and_says_what_the_tool_takes(tools, name):
+def test_the_schema_is_json_schema_of_the_arguments(tools, name):
     schema, (arguments, _) = of(tools, name).schema, MEMBERS[name]
     assert set(schema) == {"name", "description", "parameters"}
     assert schema["name"] == name
@@ -70,7 +70,7 @@ def test_the_schema_is_json_schema_and_says_what_the_tool_takes(tools, name):
 def test_equal_calls_give_equal_observations(tools, name):
     arguments, text = MEMBERS[name]
     for seed in ((), (1, 2)):
-        assert tools.do(Call("tool", name, json.loads(json.dumps(arguments)), seed=seed)) == Result(text)
+        assert tools.call_tool(Call("tool", name, json.loads(json.dumps(arguments)), seed=seed)) == Result(text)
     assert of(tools, name).pure
     assert str(of(tools, name).call(arguments)) == text
 
@@ -93,7 +93,7 @@ HOSTILE = [
 @pytest.mark.parametrize("name", MEMBERS)
 @pytest.mark.parametrize("arguments", HOSTILE, ids=lambda value: repr(value)[:30])
 def test_hostile_arguments_never_raise(tools, name, arguments):
-    result = tools.do(Call("tool", name, arguments))
+    result = tools.call_tool(Call("tool", name, arguments))
     assert isinstance(result, Result)
     assert not result.failure
     assert len(result.text) <= 4000
@@ -112,8 +112,8 @@ VALUES = st.recursive(
     VALUES | st.dictionaries(st.sampled_from(["expression", "query", "question", "key", "table", "deep"]), VALUES),
 )
 def test_no_arguments_raise_and_pure_tools_repeat_themselves(tools, name, arguments):
-    first = tools.do(Call("tool", name, arguments))
-    assert first == tools.do(Call("tool", name, arguments))
+    first = tools.call_tool(Call("tool", name, arguments))
+    assert first == tools.call_tool(Call("tool", name, arguments))
     assert not first.failure
     assert len(first.text) <= 4000
     first.text.encode()

@@ -11,7 +11,7 @@ from flowgrpo.tools.toolset import ToolFailure, toolset
 
 def ask(answer, question="What is it?", **settings):
     with toolset([llm(answer, **settings)]) as tools:
-        return tools.do(Call("tool", settings.get("name", "llm"), {"question": question}))
+        return tools.call_tool(Call("tool", settings.get("name", "llm"), {"question": question}))
 
 
 def test_a_question_is_answered_by_the_model_of_that_name():
@@ -21,9 +21,9 @@ def test_a_question_is_answered_by_the_model_of_that_name():
 
 @pytest.mark.parametrize("question", ["", " \n", "x" * 20_001])
 def test_no_question_and_too_long_a_question_are_errors(question):
-    seen = []
-    assert ask(seen.append, question).error
-    assert not seen
+    questions = []
+    assert ask(questions.append, question).error
+    assert not questions
 
 
 @pytest.mark.parametrize(
@@ -34,5 +34,5 @@ def test_no_question_and_too_long_a_question_are_errors(question):
         ([None], "llm: the model answered NoneType, but should answer a text"),
     ],
 )
-def test_a_model_that_raises_or_answers_no_text_is_a_failure(answer, words):
+def test_a_failing_model_is_a_failure(answer, words):
     assert ask(Mock(side_effect=answer)) == Result("", failure=words)

@@ -91,25 +91,25 @@ def over_stdio(script):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CANARY", "ours")
         started = Stdio(sys.executable, [script], {"GIVEN": " theirs"})
-        with mcp_tools(started, seconds=START, prefix="far.") as server, toolset(server.tools) as tools:
-            yield server, lambda name, **arguments: do(tools, f"far.{name}", **arguments)
+        with mcp_tools(started, timeout=START, prefix="far.") as server, toolset(server.tools) as tools:
+            yield server, lambda name, **arguments: call_tool(tools, f"far.{name}", **arguments)
 
 
 @pytest.fixture
 def late(monkeypatch):
     """`late(server, call)` is what comes of a call that hangs, on a server that has time to say that it is there."""
-    monkeypatch.setattr(edge, "MOMENT", START)
+    monkeypatch.setattr(edge, "PROBE_SECONDS", START)
 
     def hang(server, call):
         with monkeypatch.context() as patch:
-            patch.setattr(server, "_seconds", 0.5)
+            patch.setattr(server, "_timeout", 0.5)
             return call("hang")
 
     return hang
 
 
-def do(tools, name, **arguments):
-    return tools.do(Call("tool", name, arguments))
+def call_tool(tools, name, **arguments):
+    return tools.call_tool(Call("tool", name, arguments))
 
 
 def eight(call):
@@ -138,7 +138,7 @@ def test_calls_from_many_threads_run_at_once(over_stdio):
     assert eight(over_stdio[1]) == [Result("met")] * 8
 
 
-def test_a_slow_call_is_an_error_where_the_server_answers_others(over_stdio, late):
+def test_a_slow_call_to_a_live_server_is_an_error(over_stdio, late):
     server, call = over_stdio
     before = call("number")
     slow = late(server, call)
@@ -147,7 +147,7 @@ def test_a_slow_call_is_an_error_where_the_server_answers_others(over_stdio, lat
     assert call("number") == before
 
 
-def test_a_server_that_dies_is_a_failure_and_the_next_call_starts_another(over_stdio):
+def test_a_dead_server_is_a_failure_and_restarted(over_stdio):
     _, call = over_stdio
     first, died, second = (call(name) for name in ("number", "die", "number"))
     assert not died.error
@@ -158,14 +158,14 @@ def test_a_server_that_dies_is_a_failure_and_the_next_call_starts_another(over_s
 
 def test_closing_leaves_no_process_and_no_thread(script):
     before = set(threading.enumerate())
-    with mcp_tools(Stdio(sys.executable, [script]), seconds=START) as server, toolset(server.tools) as tools:
-        pid = int(do(tools, "number").text)
+    with mcp_tools(Stdio(sys.executable, [script]), timeout=START) as server, toolset(server.tools) as tools:
+        pid = int(call_tool(tools, "number").text)
         with ThreadPoolExecutor(1) as pool:
-            hanging = pool.submit(do, tools, "hang")
-            assert do(tools, "wait").text == "waited"
+            hanging = pool.submit(call_tool, tools, "hang")
+            assert call_tool(tools, "wait").text == "waited"
             server.close()
             assert hanging.result(START).failure
-        assert "was closed here" in do(tools, "number").failure
+        assert "was closed here" in call_tool(tools, "number").failure
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     for thread in set(threading.enumerate()) - before:
@@ -193,17 +193,17 @@ def http_server(script):
             process.kill()
 
 
-def test_a_server_over_http_is_called_from_many_threads_and_may_go_away(script, late):
+def test_an_http_server_serves_threads_and_may_go_away(script, late):
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(http_server(script))
-        server = stack.enter_context(mcp_tools(Http(url, {"X-Token": "t"}), seconds=START))
+        server = stack.enter_context(mcp_tools(Http(url, {"X-Token": "t"}), timeout=START))
         tools = stack.enter_context(toolset(server.tools))
-        assert eight(lambda name: do(tools, name)) == [Result("met")] * 8
-        assert do(tools, "refuse", why="not on Sundays").error
-        assert "did not answer within 0.5 s" in late(server, lambda name: do(tools, name)).text
-        assert do(tools, "add", a=1) == Result("2")
-        assert do(tools, "die").failure
-        assert do(tools, "add", a=1).failure
+        assert eight(lambda name: call_tool(tools, name)) == [Result("met")] * 8
+        assert call_tool(tools, "refuse", why="not on Sundays").error
+        assert "did not answer within 0.5 s" in late(server, lambda name: call_tool(tools, name)).text
+        assert call_tool(tools, "add", a=1) == Result("2")
+        assert call_tool(tools, "die").failure
+        assert call_tool(tools, "add", a=1).failure
 
 
 # Servers that are none --------------------------------------------------------------------------------
@@ -214,13 +214,13 @@ def test_a_server_over_http_is_called_from_many_threads_and_may_go_away(script, 
     [
         ("ftp://host", {}, BadInput, "must begin with http"),
         ("http://me:secret@host", {}, BadInput, "no credentials"),
-        ("http://host", {"seconds": 0}, BadInput, "seconds is 0"),
-        ("http://host", {"seconds": float("inf")}, BadInput, "seconds is inf"),
+        ("http://host", {"timeout": 0}, BadInput, "timeout is 0"),
+        ("http://host", {"timeout": float("inf")}, BadInput, "timeout is inf"),
         ("http://127.0.0.1:9/mcp", {}, ToolFailure, r"127\.0\.0\.1:9"),
         (Stdio("/nowhere/server"), {}, BadInput, r"/nowhere/server.*fix the command"),
     ],
 )
-def test_settings_that_can_not_work_are_refused(server, settings, error, words):
+def test_invalid_settings_are_refused(server, settings, error, words):
     before = threading.active_count()
     with pytest.raises(error, match=words):
         mcp_tools(server, **settings)
@@ -228,7 +228,7 @@ def test_settings_that_can_not_work_are_refused(server, settings, error, words):
 
 
 @pytest.mark.parametrize(
-    ("program", "seconds", "words"),
+    ("program", "timeout", "words"),
     [
         ("raise SystemExit('no such table')", START, "no such table"),
         ("print('Welcome!')", START, "failed"),
@@ -236,9 +236,9 @@ def test_settings_that_can_not_work_are_refused(server, settings, error, words):
         ("import os, sys\nfor _ in sys.stdin: os.write(1, b'\\xff\\xfe\\n')", 1.0, "the MCP server"),
     ],
 )
-def test_a_program_that_speaks_no_mcp_is_a_failure(program, seconds, words, caplog):
+def test_a_program_that_speaks_no_mcp_is_a_failure(program, timeout, words, caplog):
     with pytest.raises(ToolFailure, match=words):
-        mcp_tools(Stdio(sys.executable, ["-c", program]), seconds=seconds)
+        mcp_tools(Stdio(sys.executable, ["-c", program]), timeout=timeout)
     caplog.clear()  # the SDK logs what it can't read
 
 
@@ -292,34 +292,34 @@ def odd(kind=""):
     return Stdio(sys.executable, ["-c", f"ODD, ODDLY_FINE = {ODD}, {ODDLY_FINE}\n{ODD_SERVER}", kind])
 
 
-def test_answers_that_are_none_are_the_servers_failure(monkeypatch, caplog):
-    with mcp_tools(odd(), seconds=START) as server, toolset(server.tools) as tools:
-        assert [do(tools, name) for name in ODDLY_FINE] == [Result("fine")] * len(ODDLY_FINE)
+def test_protocol_violations_are_the_servers_failure(monkeypatch, caplog):
+    with mcp_tools(odd(), timeout=START) as server, toolset(server.tools) as tools:
+        assert [call_tool(tools, name) for name in ODDLY_FINE] == [Result("fine")] * len(ODDLY_FINE)
         for bad in (
             "\ud800",
             [json.loads("[" * 300 + "]" * 300)],
         ):  # which the SDK can't send: it breaks the connection
-            assert do(tools, "noise", p0=bad).error
-        words = do(tools, "words")
+            assert call_tool(tools, "noise", p0=bad).error
+        words = call_tool(tools, "words")
         assert words.error
         assert len(words.text) <= 4000
-        monkeypatch.setattr(edge, "MOMENT", START)
-        monkeypatch.setattr(server, "_seconds", 0.1)
-        assert do(tools, "silent").error  # nothing strayed: it may have been kept busy
+        monkeypatch.setattr(edge, "PROBE_SECONDS", START)
+        monkeypatch.setattr(server, "_timeout", 0.1)
+        assert call_tool(tools, "silent").error  # nothing strayed: it may have been kept busy
         for name in ODD:
-            result = do(tools, name)
+            result = call_tool(tools, name)
             assert not result.error, name
             assert "MCP server" in result.failure, name
     caplog.clear()  # the SDK logs what it can't read
 
 
 def test_what_a_server_lists_is_bounded():
-    with mcp_tools(odd("long"), seconds=START) as server:
+    with mcp_tools(odd("long"), timeout=START) as server:
         description = server.tools[0].schema["description"]
-    assert len(description) <= edge.LONGEST_DESCRIPTION
+    assert len(description) <= edge.MAX_DESCRIPTION
     for kind, words in {"many": "1001 tools", "wide": "parameters of silent"}.items():
         with pytest.raises(ToolFailure, match=words):
-            mcp_tools(odd(kind), seconds=START)
+            mcp_tools(odd(kind), timeout=START)
 
 
 def test_a_missing_package_names_its_extra(monkeypatch):

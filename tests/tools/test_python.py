@@ -7,7 +7,7 @@ import pytest
 
 from flowgrpo.contracts import Call, Result
 from flowgrpo.sandbox import Limits, Sandbox
-from flowgrpo.tools.python import python, take_off_fences
+from flowgrpo.tools.python import python, strip_fences
 from flowgrpo.tools.toolset import toolset
 
 BOUNDS = Limits(seconds=60, memory=256 << 20)
@@ -23,7 +23,7 @@ def sandbox():
 def run(sandbox):
     """`run(code)` is what an agent gets."""
     with toolset([python(sandbox, limits=BOUNDS)]) as tools:
-        yield lambda code: tools.do(Call("tool", "python", {"code": code}))
+        yield lambda code: tools.call_tool(Call("tool", "python", {"code": code}))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def run(sandbox):
         ("import os; os.write(1, bytes([255, 254]))", "\ufffd\ufffd"),
     ],
 )
-def test_what_is_printed_or_else_the_last_value_is_the_observation(run, code, text):
+def test_the_observation_is_the_output_or_the_last_value(run, code, text):
     assert run(code) == Result(text)
 
 
@@ -71,7 +71,7 @@ def test_what_is_printed_or_else_the_last_value_is_the_observation(run, code, te
         ("for _ in range(1024):\n    print('x' * (1 << 20))", "^xxx.*bytes and was stopped.$"),
     ],
 )
-def test_a_program_that_ends_badly_is_an_error_with_its_last_words(run, code, words):
+def test_a_failing_program_is_an_error_with_its_last_lines(run, code, words):
     result = run(code)
     assert result.error
     assert not result.failure
@@ -79,9 +79,9 @@ def test_a_program_that_ends_badly_is_an_error_with_its_last_words(run, code, wo
     assert len(result.text) <= 4000
 
 
-def test_a_program_without_an_end_is_stopped_and_what_it_printed_kept(sandbox):
+def test_an_endless_program_is_stopped_and_its_output_kept(sandbox):
     with toolset([python(sandbox, limits=Limits(seconds=2))]) as tools:
-        result = tools.do(Call("tool", "python", {"code": "print('so far', flush=True)\nwhile True: pass"}))
+        result = tools.call_tool(Call("tool", "python", {"code": "print('so far', flush=True)\nwhile True: pass"}))
     assert result == Result("so far\nThe code ran for more than 2 s and was stopped.", error=True)
 
 
@@ -90,7 +90,7 @@ def test_a_traceback_tells_nothing_of_the_machine(run):
     assert "code.py" in text
     assert "JSONDecodeError" in text
     assert sys.base_prefix not in text
-    assert "carry_out" not in text
+    assert "run_cell" not in text
 
 
 def test_nothing_is_kept_between_calls(run):
@@ -103,7 +103,7 @@ def test_a_sandbox_that_can_not_be_used_is_a_failure():
     with Sandbox(unsafe=True) as box:
         tool = python(box)
     with toolset([tool]) as tools:
-        result = tools.do(Call("tool", "python", {"code": "1"}))
+        result = tools.call_tool(Call("tool", "python", {"code": "1"}))
     assert "closed" in result.failure
     assert not result.error
 
@@ -122,5 +122,5 @@ def test_a_sandbox_that_can_not_be_used_is_a_failure():
     ],
     ids=lambda code: repr(code[:16]),
 )
-def test_fences_around_the_code_are_taken_off(code, inside):
-    assert take_off_fences(code) == inside
+def test_fences_around_the_code_are_stripped(code, inside):
+    assert strip_fences(code) == inside

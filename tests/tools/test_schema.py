@@ -56,8 +56,8 @@ def test_a_schema_comes_from_signature_and_docstring():
 
 
 def test_keywords_of_a_partial_are_no_arguments():
-    bound = tool(partial(weather, days=3, exact=True), name="soon", pure=True, seconds=2.0)
-    assert (bound.name, bound.pure, bound.seconds) == ("soon", True, 2.0)
+    bound = tool(partial(weather, days=3, exact=True), name="soon", pure=True, timeout=2.0)
+    assert (bound.name, bound.pure, bound.timeout) == ("soon", True, 2.0)
     assert list(bound.schema["parameters"]["properties"]) == ["city", "units", "parts", "weights"]
     assert bound.call({"city": "Bern"}) == "Bern 3 metric None None True"
 
@@ -88,10 +88,10 @@ def odd(arguments):
         (lambda x: x, {}, "'<lambda>'.*name"),
         (lambda x: x, {"name": "bare"}, "'bare'.*no docstring"),
         (later, {}, "'later'.*coroutine"),
-        (weather, {"seconds": 0}, "'weather'.*seconds is 0"),
+        (weather, {"timeout": 0}, "'weather'.*timeout is 0"),
     ],
 )
-def test_a_function_that_is_no_tool_is_refused_by_name_and_argument(function, settings, words):
+def test_a_function_that_makes_no_tool_is_refused(function, settings, words):
     with pytest.raises(BadInput, match=words):
         tool(function, **settings)
 
@@ -165,12 +165,12 @@ def takes(parameters):
         (takes({**NAMED, "additionalProperties": True}), {"b": 2}, ""),
     ],
 )
-def test_what_is_wrong_with_arguments_is_said_in_a_sentence(schema, arguments, words):
+def test_faults_of_arguments_are_one_sentence(schema, arguments, words):
     """Of our own schemas, of those of servers as far as they are understood, and of those that say nothing."""
-    said = check_arguments(schema, arguments)
-    assert words in said
-    assert bool(said) == bool(words)
-    assert "\n" not in said
+    message = check_arguments(schema, arguments)
+    assert words in message
+    assert bool(message) == bool(words)
+    assert "\n" not in message
 
 
 JSON = st.recursive(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowgrpo.contracts import Call
-from flowgrpo.tools.search import Corpus, Document, passages_of, read_corpus, search, words_of
+from flowgrpo.tools.search import Corpus, Document, read_corpus, search, split_passages, split_words
 from flowgrpo.tools.toolset import toolset
 from flowgrpo.types import BadInput
 
@@ -20,7 +20,7 @@ def corpus_of(*texts):
 
 def ask(tool, query):
     with toolset([tool]) as tools:
-        return tools.do(Call("tool", "search", {"query": query}))
+        return tools.call_tool(Call("tool", "search", {"query": query}))
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def folder(tmp_path):
 
 
 def test_a_folder_holds_records_and_paragraphs_with_their_places(folder):
-    found = [(d.title, d.text, d.file, d.line) for d in read_corpus(folder).documents]
-    assert found == [
+    documents = [(d.title, d.text, d.file, d.line) for d in read_corpus(folder).documents]
+    assert documents == [
         ("Paris", "Paris is the capital\nof France.", "a.md", 3),
         ("Lyon", "Lyon is a city.", "a.md", 7),
         ("b", "Berlin is in Germany.", "b.txt", 1),
@@ -90,16 +90,16 @@ def test_no_file_and_no_text_are_refused(tmp_path):
         ("x.jsonl", False, [("a b c", "x.jsonl:10"), ("c d e", "x.jsonl:10"), ("e f g", "x.jsonl:10")]),
     ],
 )
-def test_pieces_overlap_and_know_their_line_or_stand_on_that_of_their_record(file, flows, pieces):
+def test_passages_overlap_and_know_their_line(file, flows, pieces):
     document = Document("t", "a b\nc d e\nf g", file, 10, flows)
-    assert [(p.text, p.place) for p in passages_of(Corpus((document,)), 3, 1)] == pieces
+    assert [(p.text, p.place) for p in split_passages(Corpus((document,)), 3, 1)] == pieces
 
 
 @given(st.integers(1, 60), st.integers(1, 12), st.integers(0, 11))
-def test_every_word_is_in_a_piece_and_no_piece_is_too_long(count, words, overlap):
+def test_passages_cover_every_word_within_their_length(count, words, overlap):
     overlap = min(overlap, words - 1)
     text = [str(i) for i in range(count)]
-    pieces = [p.text.split() for p in passages_of(corpus_of(" ".join(text)), words, overlap)]
+    pieces = [p.text.split() for p in split_passages(corpus_of(" ".join(text)), words, overlap)]
     assert all(0 < len(piece) <= words for piece in pieces)
     assert [word for i, piece in enumerate(pieces) for word in piece[overlap if i else 0 :]] == text
 
@@ -116,10 +116,10 @@ def test_every_word_is_in_a_piece_and_no_piece_is_too_long(count, words, overlap
         ("Madagascar", {}, "Nothing was found"),  # and that is no error
     ],
 )
-def test_passages_are_numbered_and_lead_back_to_their_place(folder, query, settings, answer):
-    found = ask(search(read_corpus(folder), **settings), query)
-    assert found.text.startswith(answer)
-    assert not found.error
+def test_passages_are_numbered_and_have_their_place(folder, query, settings, answer):
+    result = ask(search(read_corpus(folder), **settings), query)
+    assert result.text.startswith(answer)
+    assert not result.error
 
 
 @pytest.mark.parametrize("query", ["", " ?! ", "x" * 1001])
@@ -127,7 +127,7 @@ def test_a_query_without_words_or_too_long_is_an_error(query):
     assert ask(search(corpus_of("a")), query).error
 
 
-def test_equal_scores_stand_in_the_order_of_the_corpus():
+def test_equal_scores_are_ranked_in_corpus_order():
     tool = search(corpus_of(*["words here", "words words", "here here"] * 200), top=9)
     assert [line.split(":")[0] for line in ask(tool, "words").text.split("\n")] == [
         f"[{rank}] t{3 * rank - 1}" for rank in range(1, 10)
@@ -137,7 +137,7 @@ def test_equal_scores_stand_in_the_order_of_the_corpus():
 def test_scores_are_those_of_bm25():
     texts = ["a b b c", "a a d", "b c c c c e f g", "d e"]
     k1, b, query = 1.2, 0.6, ["b", "c"]
-    documents = [words_of(f"t{i} {text}") for i, text in enumerate(texts, 1)]
+    documents = [split_words(f"t{i} {text}") for i, text in enumerate(texts, 1)]
     mean = sum(map(len, documents)) / len(documents)
 
     def score(document):
@@ -151,9 +151,9 @@ def test_scores_are_those_of_bm25():
 
     scores = [score(document) for document in documents]
     order = [i for i in sorted(range(4), key=lambda i: -scores[i]) if scores[i] > 0]
-    found = ask(search(corpus_of(*texts), top=4, k1=k1, b=b), " ".join(query)).text.split("\n")
-    assert [line.split(":")[0] for line in found] == [f"[{rank}] t{i + 1}" for rank, i in enumerate(order, 1)]
-    assert len(found) == 2
+    lines = ask(search(corpus_of(*texts), top=4, k1=k1, b=b), " ".join(query)).text.split("\n")
+    assert [line.split(":")[0] for line in lines] == [f"[{rank}] t{i + 1}" for rank, i in enumerate(order, 1)]
+    assert len(lines) == 2
 
 
 @pytest.mark.parametrize(

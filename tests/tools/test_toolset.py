@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from flowgrpo.contracts import Call, Result, Tool
-from flowgrpo.rollout.effects import recorded
+from flowgrpo.rollout.effects import record_effects
 from flowgrpo.sandbox import SandboxFailure
 from flowgrpo.tools.schema import tool
-from flowgrpo.tools.toolset import DEEPEST, ToolError, ToolFailure, clean_observation, toolset
+from flowgrpo.tools.toolset import MAX_DEPTH, ToolError, ToolFailure, clean_observation, toolset
 from flowgrpo.types import BadInput
 
 MANY = 60.0  # seconds after which a wait is a failure
@@ -22,10 +22,10 @@ class Mute(Exception):
         raise SystemExit("even its words")
 
 
-def simple(call, name="x", pure=False, seconds=None):
+def simple(call, name="x", pure=False, timeout=None):
     """A tool that takes anything."""
     schema = {"name": name, "description": "Does.", "parameters": {"type": "object"}}
-    return Tool(name, schema, call, pure, seconds)
+    return Tool(name, schema, call, pure, timeout)
 
 
 def raising(error):
@@ -36,11 +36,11 @@ def raising(error):
 
 
 def ask(tools, name="x", **arguments):
-    return tools.do(Call("tool", name, arguments))
+    return tools.call_tool(Call("tool", name, arguments))
 
 
-def do(call, **settings):
-    """Make a toolset of one tool, and return its answer to one call."""
+def result_of(call, **settings):
+    """The result of a call, in a toolset of this tool alone."""
     with toolset([simple(call)], **settings) as tools:
         return ask(tools)
 
@@ -62,12 +62,12 @@ def do(call, **settings):
     ],
 )
 def test_whatever_a_tool_raises_is_an_error_with_a_sentence(error, words):
-    assert do(raising(error)) == Result(words, error=True)
+    assert result_of(raising(error)) == Result(words, error=True)
 
 
 @pytest.mark.parametrize("error", [ToolFailure("the line is cut"), SandboxFailure("the line is cut")])
-def test_what_the_world_did_is_a_failure_and_no_error(error):
-    assert do(raising(error)) == Result("", failure="x: the line is cut")
+def test_failures_of_the_world_are_no_errors(error):
+    assert result_of(raising(error)) == Result("", failure="x: the line is cut")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_what_the_world_did_is_a_failure_and_no_error(error):
     ],
 )
 def test_results_of_any_type_become_clean_text(value, text):
-    assert do(lambda _: value) == Result(text)
+    assert result_of(lambda _: value) == Result(text)
     assert clean_observation(text) == text
 
 
@@ -98,21 +98,21 @@ def test_a_result_that_has_no_text_is_an_error():
     class Stubborn:
         __str__ = raising(RuntimeError("no words for this"))
 
-    assert do(lambda _: Stubborn()) == Result("x: RuntimeError: no words for this", error=True)
+    assert result_of(lambda _: Stubborn()) == Result("x: RuntimeError: no words for this", error=True)
 
 
 @pytest.mark.parametrize("value", ["A" * 2500 + "Z" * 2500, b"A" * 10**6 + b"Z" * 10**6], ids=type)
-def test_head_and_tail_of_a_huge_observation_are_kept_and_what_is_left_out_is_said(value):
-    text = do(lambda _: value, most=1000).text
+def test_huge_observations_are_cut_in_the_middle(value):
+    text = result_of(lambda _: value, max_chars=1000).text
     head, left_out, tail = re.fullmatch(r"(A+)\n\[(\d+) characters are left out here\]\n(Z+)", text).groups()
     assert min(len(head), len(tail)) > 300
     assert len(text) <= 1000
     assert isinstance(value, bytes) or len(head) + int(left_out) + len(tail) == 5000
 
 
-def test_long_words_of_an_exception_are_bounded():
-    assert len(do(raising(KeyError("y" * 10**7))).text) < 1000
-    assert len(do(raising(ToolError("y" * 10**7))).text) <= 4000
+def test_messages_of_exceptions_are_bounded():
+    assert len(result_of(raising(KeyError("y" * 10**7))).text) < 1000
+    assert len(result_of(raising(ToolError("y" * 10**7))).text) <= 4000
 
 
 # Calls ------------------------------------------------------------------------------------------------
@@ -125,28 +125,28 @@ def test_an_unknown_tool_is_an_error_that_lists_the_tools():
         assert len(ask(tools, "a" * 10**6).text) < 1000
         assert ask(tools, ["one"]).error
         with pytest.raises(BadInput, match="role"):  # a mistake of the program
-            tools.do(Call("role", "one", {}))
-    with toolset([Tool(f"tool_{number}", {}, str) for number in range(20_000)], most=500) as tools:
-        assert len(tools.do(Call("tool", "three", {})).text) <= 500
+            tools.call_tool(Call("role", "one", {}))
+    with toolset([Tool(f"tool_{number}", {}, str) for number in range(20_000)], max_chars=500) as tools:
+        assert len(tools.call_tool(Call("tool", "three", {})).text) <= 500
 
 
 @pytest.mark.parametrize(
     "arguments", [None, "abc", ["a"]] + [{"a": bad} for bad in ({1}, float("nan"), 10**5000, "\ud800")]
 )
 def test_arguments_that_are_no_json_are_an_error(arguments):
-    seen = []
-    with toolset([simple(seen.append)]) as tools:
-        result = tools.do(Call("tool", "x", arguments))
+    calls = []
+    with toolset([simple(calls.append)]) as tools:
+        result = tools.call_tool(Call("tool", "x", arguments))
     assert result.error
     assert "no JSON" in result.text
-    assert not seen
+    assert not calls
 
 
-def test_arguments_are_nested_no_deeper_than_others_read():
+def test_the_depth_of_arguments_is_bounded():
     with toolset([simple(lambda _: "fine")]) as tools:
-        for depth, error in ((DEEPEST, False), (DEEPEST + 1, True), (900, True)):
+        for depth, error in ((MAX_DEPTH, False), (MAX_DEPTH + 1, True), (900, True)):
             nested = json.loads('{"a":' * depth + "1" + "}" * depth)
-            assert tools.do(Call("tool", "x", nested)).error == error
+            assert tools.call_tool(Call("tool", "x", nested)).error == error
 
 
 def test_arguments_are_checked_before_the_call():
@@ -160,28 +160,28 @@ def test_arguments_are_checked_before_the_call():
         assert result == Result('double: argument "number" must be an integer, not "4"', error=True)
 
 
-def test_a_tool_that_changes_its_arguments_changes_nothing_that_is_recorded():
+def test_a_tool_cannot_change_recorded_arguments():
     def spoil(arguments):
         arguments["list"].append("spoilt")
         arguments.clear()
 
     with toolset([simple(spoil)]) as tools:
-        act, log = recorded(tools.do)
-        given = {"list": [1]}
-        act(Call("tool", "x", given))
-        assert given == {"list": [1]}
+        call_tool, log = record_effects(tools.call_tool)
+        arguments = {"list": [1]}
+        call_tool(Call("tool", "x", arguments))
+        assert arguments == {"list": [1]}
         assert log[0].call.arguments == {"list": [1]}
 
 
 # Deadlines --------------------------------------------------------------------------------------------
 
 
-def test_tools_that_hang_are_errors_at_their_deadlines_and_starve_no_others():
+def test_hanging_tools_time_out_and_starve_no_others():
     """A tool's own deadline goes before that of the set."""
     release = threading.Event()
-    hang = [simple(lambda _: release.wait(), name, seconds=own) for name, own in (("x", 0.05), ("y", None))]
-    fine = simple(lambda _: "fine", "z", seconds=MANY)
-    with toolset([*hang, fine], seconds=0.1, workers=2) as tools:
+    hang = [simple(lambda _: release.wait(), name, timeout=timeout) for name, timeout in (("x", 0.05), ("y", None))]
+    fine = simple(lambda _: "fine", "z", timeout=MANY)
+    with toolset([*hang, fine], timeout=0.1, concurrency=2) as tools:
         for _ in range(3):
             assert ask(tools, "x") == Result("x did not answer within 0.05 s.", error=True)
             assert ask(tools, "y") == Result("y did not answer within 0.1 s.", error=True)
@@ -192,7 +192,7 @@ def test_tools_that_hang_are_errors_at_their_deadlines_and_starve_no_others():
     release.set()
 
 
-def test_no_more_than_workers_calls_run_at_once():
+def test_at_most_concurrency_calls_run_at_once():
     lock, together, now, most = threading.Lock(), threading.Barrier(3), [0], [0]
 
     def count(_):
@@ -203,7 +203,7 @@ def test_no_more_than_workers_calls_run_at_once():
         with lock:
             now[0] -= 1
 
-    with toolset([simple(count)], seconds=MANY, workers=3) as tools, ThreadPoolExecutor(12) as pool:
+    with toolset([simple(count)], timeout=MANY, concurrency=3) as tools, ThreadPoolExecutor(12) as pool:
         assert not any(pool.map(lambda _: ask(tools).error, range(12)))
     assert most[0] == 3
 
@@ -218,41 +218,41 @@ def test_a_closed_set_fails_and_calls_nothing():
 
 
 def test_equal_calls_of_a_pure_tool_run_once():
-    seen = []
-    say = simple(lambda arguments: seen.append(0) or str(arguments), pure=True)
+    calls = []
+    say = simple(lambda arguments: calls.append(0) or str(arguments), pure=True)
     with toolset([say, simple(say.call, "y", pure=True)]) as tools:
         first = ask(tools, a=1, b=[2])
-        assert tools.do(Call("tool", "x", {"b": [2], "a": 1}, seed=(3,))) == first
-        assert len(seen) == 1
+        assert tools.call_tool(Call("tool", "x", {"b": [2], "a": 1}, seed=(3,))) == first
+        assert len(calls) == 1
         assert ask(tools, "y", a=1, b=[2]) == first
         assert [ask(tools, a=a).text for a in (1, 1.0, True, "1")] == [str({"a": a}) for a in (1, 1.0, True, "1")]
-        assert len(seen) == 6
+        assert len(calls) == 6
 
 
 def test_concurrent_equal_calls_of_a_pure_tool_run_once():
-    release, asking, seen = threading.Event(), threading.Barrier(9), []
-    wait = simple(lambda _: seen.append(0) or (release.wait(MANY) and "done"), pure=True)
-    with toolset([wait], seconds=MANY) as tools, ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(lambda: asking.wait(MANY) + 1 and ask(tools)) for _ in range(8)]
+    release, asking, calls = threading.Event(), threading.Barrier(9), []
+    wait = simple(lambda _: calls.append(0) or (release.wait(MANY) and "done"), pure=True)
+    with toolset([wait], timeout=MANY) as tools, ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(lambda: asking.wait(MANY) + 1 and ask(tools)) for _ in range(8)]
         asking.wait(MANY)
         release.set()
-        assert [one.result(MANY) for one in asked] == [Result("done")] * 8
-        assert len(seen) == 1
+        assert [future.result(MANY) for future in futures] == [Result("done")] * 8
+        assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
     ("error", "calls"), [(ToolError("no"), 1), (ValueError("no"), 1), (ToolFailure("no"), 3), (OSError("no"), 3)]
 )
-def test_refusals_of_a_pure_tool_are_kept_and_failures_are_not(error, calls):
-    seen = []
-    with toolset([simple(lambda _: seen.append(0) or raising(error)(), pure=True)]) as tools:
+def test_errors_of_pure_tools_are_cached_and_failures_not(error, calls):
+    made = []
+    with toolset([simple(lambda _: made.append(0) or raising(error)(), pure=True)]) as tools:
         assert len({ask(tools) for _ in range(3)}) == 1
-    assert len(seen) == calls
+    assert len(made) == calls
 
 
-def test_a_late_answer_of_a_pure_tool_is_not_kept():
+def test_a_late_result_of_a_pure_tool_is_not_cached():
     release = threading.Event()
-    with toolset([simple(lambda _: release.wait() and "done", pure=True)], seconds=0.1) as tools:
+    with toolset([simple(lambda _: release.wait() and "done", pure=True)], timeout=0.1) as tools:
         assert ask(tools).error
         release.set()
         assert any(ask(tools) == Result("done") for _ in range(1000))
@@ -267,18 +267,18 @@ def test_a_call_that_is_interrupted_leaves_nothing_behind(monkeypatch):
         assert ask(tools) == Result("done")
 
 
-def test_what_is_kept_is_bounded_and_the_oldest_goes_first():
-    seen = []
-    with toolset([simple(lambda arguments: seen.append(arguments["a"]), pure=True)], kept=2) as tools:
+def test_the_cache_is_bounded_and_evicts_the_oldest():
+    calls = []
+    with toolset([simple(lambda arguments: calls.append(arguments["a"]), pure=True)], cache_size=2) as tools:
         for a in (1, 2, 1, 3, 1, 2):
             ask(tools, a=a)
-    assert seen == [1, 2, 3, 2]
+    assert calls == [1, 2, 3, 2]
 
 
 # Settings ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_pure_is_always_called():
+def test_impure_tools_are_always_called():
     answers = iter([lambda _: "fine", raising(ToolError("no")), raising(ToolFailure("cut"))])
     with toolset([simple(lambda arguments: next(answers)(arguments))]) as tools:
         assert [ask(tools)[:2] for _ in range(3)] == [("fine", False), ("no", True), ("", False)]
@@ -289,13 +289,13 @@ def test_what_is_not_pure_is_always_called():
     [
         ({"tools": [simple(str), simple(str)]}, "2 tools are named 'x'"),
         ({"tools": [simple(str, "a b")]}, "'a b'"),
-        ({"seconds": 0}, "seconds is 0"),
-        ({"seconds": float("nan")}, "seconds is nan"),
-        ({"most": 10}, "most is 10"),
-        ({"workers": 0}, "workers is 0"),
-        ({"kept": 0}, "kept is 0"),
+        ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": float("nan")}, "timeout is nan"),
+        ({"max_chars": 10}, "max_chars is 10"),
+        ({"concurrency": 0}, "concurrency is 0"),
+        ({"cache_size": 0}, "cache_size is 0"),
     ],
 )
-def test_settings_that_make_no_set_are_refused(settings, words):
+def test_invalid_settings_are_refused(settings, words):
     with pytest.raises(BadInput, match=words):
         toolset(**{"tools": [simple(str)], **settings})

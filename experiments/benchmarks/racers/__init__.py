@@ -1,7 +1,7 @@
-"""Systems that `benchmarks.peers` and `benchmarks.real` compare, each a process that makes a step when it is asked to.
+"""Systems that `benchmarks.peers` and `benchmarks.real` compare, each a process that makes a step on request.
 
-    race            start the processes, let them take turns, and stop them
-    protocol        what a process reads and writes
+    race            start the processes, let them make steps in turn, and stop them
+    protocol        lines that a process reads and writes
     workload        cases, words and prompts; `real_workload`: those on real weights
     ours            this framework; `real_ours`: on real weights
     trl_trainer     GRPOTrainer of TRL
@@ -10,6 +10,6 @@
     vllm_engine     vLLM's engine on CPUs
     real_torch, real_trl, real_vllm, real_llama_cpp     the same, and llama.cpp, on real weights
 
-All but `race`, `ours` and `real_ours` run where flowgrpo is not installed: beside the library that they drive they
-import the standard library alone. No module has the name of such a library.
+All but `race`, `ours` and `real_ours` run without flowgrpo installed: besides the library that they drive they import
+only the standard library. No module has the name of such a library.
 """

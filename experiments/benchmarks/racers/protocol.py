@@ -19,7 +19,7 @@ STEP, END = "step", "end"
 
 
 class RacerJob(NamedTuple):
-    """All that a racer is told, as JSON in its only argument."""
+    """The job of a racer, as JSON in its only argument."""
 
     case: str  # one of `workload.CASES`
     shape: dict[str, Any]  # of the model: a config.json of transformers
@@ -42,21 +42,21 @@ class Lane:
         self._start = 0.0
 
     def wait(self) -> None:
-        """Sleep until a step is asked for, and start the clock; end the process where the race is over."""
+        """Sleep until a step is requested, and start the clock; end the process if the race is over."""
         line = self._lines.readline().strip()
         if line != STEP:
             self._leave(line)
         self._start = time.perf_counter()
 
     def done(self, tokens: int, **figures: float) -> None:
-        """Stop the clock, and answer with the seconds, the tokens of this step, and what it measured of its parts."""
+        """Stop the clock, and answer with the seconds and tokens of this step, and figures of its parts."""
         self._answer({"seconds": time.perf_counter() - self._start, "tokens": tokens, **figures})
 
     def _answer(self, record: dict[str, Any]) -> None:
         print(json.dumps(record), file=self._answers, flush=True)
 
     def _leave(self, line: str) -> Never:
-        """End at once, in whichever loop of whichever library this is; without a line the parent is gone."""
+        """Exit at once, in whatever loop of whatever library; without a line the parent is gone."""
         if line == END:
             self._answer({"peak_mib": round(peak_bytes() / 2**20)})
         sys.stderr.flush()
@@ -64,7 +64,7 @@ class Lane:
 
 
 def racer_command(python: str, module: str, job: RacerJob) -> list[str]:
-    """Start a module of this package with a job, which its `open_lane` reads."""
+    """Command that runs a module of this package with a job, which its `open_lane` reads."""
     return [python, "-m", f"{__package__}.{module}", json.dumps(job._asdict(), default=dict)]
 
 
@@ -74,7 +74,7 @@ def open_lane() -> tuple[Lane, RacerJob]:
 
 
 def peak_bytes() -> int:
-    """Most memory that this process and those that it started have held, each at its own time; 0 if it isn't told."""
+    """Sum of the peak memory of this process and its children, each at its own time; 0 if unknown."""
     total, waiting, children = 0, [os.getpid()], _children()
     while waiting:
         process = waiting.pop()
@@ -84,15 +84,15 @@ def peak_bytes() -> int:
 
 
 def _children() -> dict[int, list[int]]:
-    """The processes that each process of this machine has started."""
-    found: dict[int, list[int]] = {}
+    """Children of each process of this machine."""
+    children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])  # a name may hold spaces
+            parent = int(path.read_text().rpartition(")")[2].split()[1])  # a name may have spaces
         except OSError:  # it has ended
             continue
-        found.setdefault(parent, []).append(int(path.parent.name))
-    return found
+        children.setdefault(parent, []).append(int(path.parent.name))
+    return children
 
 
 def _high_water(process: int) -> int:

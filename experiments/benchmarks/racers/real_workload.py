@@ -1,17 +1,17 @@
-"""Work of `benchmarks.real`, which all systems share; the standard library is enough for it.
+"""Work of `benchmarks.real`, which all systems share; needs only the standard library.
 
     decode    `rows` fresh prompts of `prompt` tokens are prefilled; then decode steps of all rows, and of one row
     update    forward, backward and one step of AdamW over `update_rows` rows of `update_length` tokens
-    step      a whole step of GRPO: `queries` prompts of `shared` tokens that all have and `own` of each, `samples`
-              answers of exactly `answer` tokens each, a reward of half of them, one step of AdamW
+    step      a whole GRPO step: `queries` prompts of `shared` common tokens and `own` different ones, `samples`
+              answers of exactly `answer` tokens each, a reward of 1 for half of them, one step of AdamW
 
-A decode step is timed as the difference between answers of two lengths, so that prefill and start drop out.
+A decode step is timed as the difference between answers of two lengths, so that prefill and start-up cancel.
 """
 
 import random
 from typing import NamedTuple
 
-FIRST = 10  # id from which random tokens are drawn: those below are special ones
+FIRST = 10  # lowest id of random tokens: those below are special
 SHORT = 16  # tokens of the shorter answers
 RATE, CLIP = 1e-5, 1.0  # of AdamW, and the largest norm of its gradient
 
@@ -42,22 +42,22 @@ class Sizes(NamedTuple):
 
     @property
     def laid_out(self) -> int:
-        """Tokens of a GRPO step's trajectories, each counted as if it were computed alone."""
+        """Tokens of a GRPO step's trajectories, without sharing."""
         return self.queries * self.samples * self.context
 
     @property
     def distinct(self) -> int:
-        """Tokens of a GRPO step's trajectories where what they share is counted once."""
+        """Tokens of a GRPO step's trajectories, with shared prefixes counted once."""
         return self.shared + self.queries * (self.own + self.samples * self.answer)
 
 
 def random_ids(vocabulary: int, rows: int, length: int, seed: int) -> list[list[int]]:
-    """Draw prompts of no meaning."""
+    """Random prompts."""
     rng = random.Random(seed)
     return [[rng.randrange(FIRST, vocabulary) for _ in range(length)] for _ in range(rows)]
 
 
 def step_prompts(vocabulary: int, sizes: Sizes, seed: int) -> list[list[int]]:
-    """Draw the prompts of a GRPO step: the same beginning, then tokens of their own."""
+    """Prompts of a GRPO step: a common prefix, then different tokens."""
     (beginning,) = random_ids(vocabulary, 1, sizes.shared, 0)
-    return [beginning + own for own in random_ids(vocabulary, sizes.queries, sizes.own, 1 + seed)]
+    return [beginning + suffix for suffix in random_ids(vocabulary, sizes.queries, sizes.own, 1 + seed)]

@@ -115,7 +115,7 @@ def main() -> None:
 
     def pay(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         lengths.extend(map(len, completion_ids))
-        return [workload.share_of_digits(ids) for ids in completion_ids]
+        return [workload.fraction_of_digits(ids) for ids in completion_ids]
 
     if case.turns > 1:
         model.generation_config.eos_token_id = [workload.END, *range(VOCABULARY - TURN_ENDS + 1, VOCABULARY)]

@@ -81,7 +81,7 @@ def _train(lane: protocol.Lane, job: protocol.RacerJob) -> None:
     def pay(prompts, completions: list[str], **_: Any) -> list[float]:  # noqa: ARG001
         answers = [[workload.WORDS.index(word) for word in text.split()] for text in completions]
         lengths.extend(map(len, answers))
-        return [workload.share_of_digits(ids) for ids in answers]
+        return [workload.fraction_of_digits(ids) for ids in answers]
 
     def batches() -> Iterator[dict]:
         texts = [workload.spell(ids) for ids in workload.random_ids(PROMPTS)]

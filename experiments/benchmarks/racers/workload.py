@@ -1,9 +1,9 @@
-"""Cases of the race, and the words and prompts that all systems share; the standard library is enough for it.
+"""Cases of the race, and the words and prompts that all systems share; needs only the standard library.
 
-Single turn: prompts of 32 random words -> 8 answers each -> share of digits among the words -> one step of AdamW, of a
-float32 model. An answer has at most 64 words, which one id in 512 ends early. Three turns: a calculator answers the
-first two, and each word ends its turn with probability 1/16; an episode then holds 64 words in the mean, prompt
-excepted. The system's own file says how it comes to that.
+Single turn: prompts of 32 random words -> 8 answers each -> fraction of digits among the words -> one step of AdamW, of
+a float32 model. An answer has at most 64 words; one id in 512 ends it early. Three turns: a calculator answers the
+first two, and each word ends its turn with probability 1/16; an episode then has 64 words on average, without the
+prompt. Each system's file describes how it does that.
 """
 
 import random
@@ -17,7 +17,7 @@ WORDS = ("<pad>", "<end>", "<tool>", "<model>", "=", *"0123456789", *OTHERS)
 
 GROUP, PROMPTS, PROMPT = 8, 8, 32  # answers to a prompt, prompts of a step, words of a prompt
 EPISODES = GROUP * PROMPTS  # of a step
-ANSWER = 64  # words of a single turn at most
+ANSWER = 64  # most words of a single turn
 RATE, CLIP = 1e-4, 1.0  # of AdamW, and the largest norm of its gradient
 
 
@@ -25,7 +25,7 @@ class Training(NamedTuple):
     """Steps of GRPO."""
 
     turns: int
-    beta: float  # weight of the KL term; 0: there is no reference
+    beta: float  # weight of the KL term; no reference if 0
 
 
 class Decoding(NamedTuple):
@@ -45,37 +45,37 @@ CASES: dict[str, Training | Decoding] = {
 
 
 def training(case: str) -> Training:
-    """Look up a case that trains."""
-    found = CASES[case]
-    assert isinstance(found, Training)
-    return found
+    """A training case by name."""
+    training_case = CASES[case]
+    assert isinstance(training_case, Training)
+    return training_case
 
 
 def decoding(case: str) -> Decoding:
-    """Look up a case that decodes."""
-    found = CASES[case]
-    assert isinstance(found, Decoding)
-    return found
+    """A decoding case by name."""
+    decoding_case = CASES[case]
+    assert isinstance(decoding_case, Decoding)
+    return decoding_case
 
 
 def trains(case: str) -> bool:
-    """Say whether a case trains."""
+    """Whether a case trains."""
     return isinstance(CASES[case], Training)
 
 
 def random_ids(number: int, seed: int = 0) -> list[list[int]]:
-    """Draw prompts of no meaning, which end with the word that asks the model to go on."""
+    """Random prompts that end with the word that invites the model to answer."""
     rng = random.Random(seed)
     return [[*(rng.randrange(OTHER, VOCABULARY) for _ in range(PROMPT - 1)), MODEL] for _ in range(number)]
 
 
 def spell(ids: list[int]) -> str:
-    """Spell words with spaces between them."""
+    """Text of words, separated by spaces."""
     return " ".join(WORDS[word] for word in ids)
 
 
-def share_of_digits(ids: list[int]) -> float:
-    """Pay an answer."""
+def fraction_of_digits(ids: list[int]) -> float:
+    """Reward of an answer."""
     return sum(DIGIT <= word < OTHER for word in ids) / max(len(ids), 1)
 
 

@@ -1,4 +1,4 @@
-"""Bench of the checks: the device, the host beside it, sizes of the small models, and the environment in words."""
+"""Input of the checks: the device, its host, sizes of the small models; and a description of the environment."""
 
 import subprocess
 from contextlib import nullcontext, suppress
@@ -10,19 +10,19 @@ import jax.numpy as jnp
 
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.planning.mesh_search import GIB, PUBLISHED, shape_of_model
-from flowgrpo.recipes.device_checks.figures import CheckLine, tell
+from flowgrpo.recipes.device_checks.figures import CheckLine, measured
 from flowgrpo.types import BadInput
 
-TINY = "tiny"  # the model of the speeds where no published one fits
-ROOM = 20 * GIB  # of a device on which the smallest published shape is updated with ease
+TINY = "tiny"  # the measured model if no published one fits
+MIN_MEMORY = 20 * GIB  # of a device, enough to update the smallest published shape
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "flowgrpo")
 
 
-Device = Any  # a jax.Device, which type checkers do not know as one
+Device = Any  # a jax.Device, whose methods type checkers don't know
 
 
 class CheckSizes(NamedTuple):
-    """Sizes of the small models and of the programs whose speed is measured."""
+    """Sizes of the small models and of the measured programs."""
 
     d: int
     layers: int
@@ -30,8 +30,8 @@ class CheckSizes(NamedTuple):
     v: int
     rows: int  # of the small batches
     length: int  # of their rows
-    product: int  # width of the matrices that are multiplied
-    copied: int  # bytes
+    product: int  # width of the multiplied matrices
+    copied: int  # bytes of the copied array
     slots: int
     context: int  # of a slot
     steps: int
@@ -46,49 +46,49 @@ SIZES = {
 }
 
 
-class Form(NamedTuple):
-    """A type of number, and how its products are made."""
+class NumericForm(NamedTuple):
+    """A data type and the precision of its matrix products."""
 
     name: str
     dtype: Any
     precision: str | None  # None is JAX's default
 
     def products(self):
-        """A context in which programs are traced so."""
+        """Context in which programs are traced with this precision."""
         return nullcontext() if self.precision is None else jax.default_matmul_precision(self.precision)
 
 
-EXACT = Form("float32, highest", jnp.float32, "highest")
-HALF = Form("bfloat16", jnp.bfloat16, None)
-FORMS = (EXACT, Form("float32, default", jnp.float32, None), HALF)
+EXACT = NumericForm("float32, highest", jnp.float32, "highest")
+HALF = NumericForm("bfloat16", jnp.bfloat16, None)
+NUMERIC_FORMS = (EXACT, NumericForm("float32, default", jnp.float32, None), HALF)
 
 
 class Bench(NamedTuple):
-    """Everything that a check is given."""
+    """Input of every check."""
 
     device: Device
-    host: Device | None  # None where JAX was told of no CPU
+    host: Device | None  # None if JAX has no CPU device
     size: str
     model: str
 
     @property
     def sizes(self) -> CheckSizes:
-        """The numbers of this size."""
+        """Sizes of the programs."""
         return SIZES[self.size]
 
     @property
-    def forms(self) -> tuple[Form, ...]:
-        """The forms that are looked at: the small size compiles few programs."""
-        return FORMS if self.size == "full" else (EXACT, HALF)
+    def forms(self) -> tuple[NumericForm, ...]:
+        """Numeric forms to check; fewer for the small size, which compiles few programs."""
+        return NUMERIC_FORMS if self.size == "full" else (EXACT, HALF)
 
     @property
     def shape(self) -> DecoderConfig:
-        """The shape whose speed is measured."""
+        """Configuration of the measured model."""
         return small_shape(SIZES["small"]) if self.model == TINY else shape_of_model(self.model)
 
 
-def open_bench(size: str, model: str | None) -> Bench:
-    """The bench of the first device; without a `model` the smallest published shape, where there is room for it."""
+def make_bench(size: str, model: str | None) -> Bench:
+    """Bench of the first device; without `model`, the smallest published shape if it fits."""
     if size not in SIZES:
         raise BadInput(f"--size={size} is unknown; choose from {', '.join(SIZES)}")
     if model not in (None, TINY):
@@ -96,17 +96,17 @@ def open_bench(size: str, model: str | None) -> Bench:
     device, host = jax.devices()[0], None
     with suppress(RuntimeError):  # JAX_PLATFORMS may leave the CPU out
         host = jax.devices("cpu")[0]
-    roomy = size == "full" and memory_of(device).get("bytes_limit", 0) >= ROOM
-    return Bench(device, host, size, model or (next(iter(PUBLISHED)) if roomy else TINY))
+    has_room = size == "full" and memory_of(device).get("bytes_limit", 0) >= MIN_MEMORY
+    return Bench(device, host, size, model or (next(iter(PUBLISHED)) if has_room else TINY))
 
 
 def memory_of(device: Device) -> dict[str, int]:
-    """Bytes in use, at most and in all, as the device has them; empty where it keeps no account."""
+    """Memory statistics of the device (bytes in use, peak, limit); empty if it has none."""
     return device.memory_stats() or {}
 
 
 def small_shape(sizes: CheckSizes) -> DecoderConfig:
-    """A decoder with grouped heads and biases, as sure of its tokens as one in training."""
+    """A decoder with grouped heads and biases, with probabilities as sharp as in training."""
     heads = sizes.d // sizes.e
     return DecoderConfig(
         v=sizes.v,
@@ -124,33 +124,36 @@ def small_shape(sizes: CheckSizes) -> DecoderConfig:
 
 
 def environment(bench: Bench) -> list[CheckLine]:
-    """Name the device, the versions and the driver."""
+    """Device, versions and driver."""
     device, stats = bench.device, memory_of(bench.device)
-    lines = [tell("device", f"{device.platform} {device.device_kind}"), tell("devices", float(jax.device_count()))]
+    lines = [
+        measured("device", f"{device.platform} {device.device_kind}"),
+        measured("devices", float(jax.device_count())),
+    ]
     if "bytes_limit" in stats:
-        lines.append(tell("memory that JAX may use", stats["bytes_limit"] / GIB, "GiB"))
-    lines.append(tell("host", "none: JAX_PLATFORMS leaves it out" if bench.host is None else str(bench.host)))
-    lines += [tell(name, _version(name)) for name in LIBRARIES]
+        lines.append(measured("memory that JAX may use", stats["bytes_limit"] / GIB, "GiB"))
+    lines.append(measured("host", "none: JAX_PLATFORMS leaves it out" if bench.host is None else str(bench.host)))
+    lines += [measured(name, _version_of(name)) for name in LIBRARIES]
     runtime = " ".join(str(getattr(device.client, "platform_version", "")).split())
-    lines += [tell("runtime", runtime)] + [tell("driver", line) for line in _drivers(device.platform)]
+    lines += [measured("runtime", runtime)] + [measured("driver", line) for line in _nvidia_drivers(device.platform)]
     precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return [*lines, tell("matmul precision", precision or "default"), tell("model of the speeds", bench.model)]
+    return [*lines, measured("matmul precision", precision or "default"), measured("model of the speeds", bench.model)]
 
 
-def _version(name: str) -> str:
+def _version_of(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:  # run from a checkout
         return "not installed as a package"
 
 
-def _drivers(platform: str) -> list[str]:
-    """Read what NVIDIA's tool says of its cards, where there are some."""
+def _nvidia_drivers(platform: str) -> list[str]:
+    """Cards and drivers as nvidia-smi reports them; empty on other platforms."""
     if platform not in ("gpu", "cuda"):
         return []
-    asked = "name,driver_version,memory.total,power.limit,clocks.max.sm"
+    query = "name,driver_version,memory.total,power.limit,clocks.max.sm"
     try:
-        command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"nvidia-smi says nothing ({type(error).__name__})"]

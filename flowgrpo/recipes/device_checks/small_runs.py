@@ -1,25 +1,25 @@
-"""A whole run of the quickstart's recipe with fewer updates: imitation, rollouts, updates, examinations."""
+"""A whole run of the quickstart's recipe with fewer updates: imitation, rollouts, updates, evaluations."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from flowgrpo.recipes import pure
 from flowgrpo.recipes.device_checks.bench import Bench
-from flowgrpo.recipes.device_checks.figures import CheckLine, holds, skipped, tell
+from flowgrpo.recipes.device_checks.figures import CheckLine, expect, measured, skipped
 from flowgrpo.report.tables import timed
 
-RISE = 0.2  # of success, which 40 updates on a CPU exceed by far
+MIN_RISE = 0.2  # of the success rate, which 40 updates on a CPU exceed by far
 
 
 def check_quickstart(bench: Bench) -> list[CheckLine]:
-    """Run it, and look at what came out."""
+    """Run the recipe, and check that the success rate rises."""
     if bench.size == "small":
         return [skipped("a whole run", "The small size compiles few programs: python -m experiments.quickstart.")]
     config = pure.preset("lookup", updates=bench.sizes.updates, mesh="none")
     with TemporaryDirectory() as folder:
-        took, result = timed(lambda: pure.train(config, Path(folder) / "run", every=bench.sizes.updates))
+        duration, result = timed(lambda: pure.train(config, Path(folder) / "run", every=bench.sizes.updates))
     before, after = (float(result[f"success_{when}"]) for when in ("before", "after"))
-    lines = [tell(f"run of {bench.sizes.updates} updates", took, "s"), tell("success before", before)]
-    lines.append(tell("success after", after))
+    lines = [measured(f"run of {bench.sizes.updates} updates", duration, "s"), measured("success before", before)]
+    lines.append(measured("success after", after))
     advice = "The same run learns on a CPU: something that only a whole run meets is wrong here; look at its curves."
-    return [*lines, holds(f"success rose by {RISE}", after - before >= RISE, advice)]
+    return [*lines, expect(f"success rose by {MIN_RISE}", after - before >= MIN_RISE, advice)]

@@ -1,4 +1,4 @@
-"""Task sets that are made here without a file, small enough for a pretrained language model on a CPU.
+"""Task sets that are generated without a file, small enough for a pretrained language model on a CPU.
 
     tasks = TASK_SETS["word_problems"].draw(0, "train", 0, 64)  # seed, split, first, count
 
@@ -6,8 +6,8 @@ Modules:
 
     alphabet_sort  Names to sort, in one turn without a tool
     reverse_text   Texts to reverse, in one turn without a tool
-    task_set       What a task set is, and how its kinds are dealt to splits: `TaskSet`, `deal_kinds`, `make_draw`
-    two_hop        Questions of two hops for an agent that searches a small invented corpus
+    task_set       `TaskSet`, and how its kinds of tasks are split: `split_kinds`, `make_draw`
+    two_hop        Two-hop questions for an agent that searches a small synthetic corpus
     word_problems  Word problems for an agent with a calculator: everyday stories of one or two operations
 """
 

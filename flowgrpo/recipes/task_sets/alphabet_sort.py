@@ -3,10 +3,10 @@
     Sort these names alphabetically by last name: Ivan Price, Carla Dunn, Hanna Gray
         Carla Dunn, Hanna Gray, Ivan Price
 
-The published environment is a conversation of one to three turns: the first gives some names of authors to sort, each
-following one gives more, which are to be merged into the list and marked as new. Here a task has one query with three
-to six names. The reward is like the published one: the similarity of the answer to the sorted list, to the fourth
-power, in domain "alphabet_sort". A kind is the number of names, what they are sorted by, and a wording.
+The published environment is a conversation of one to three turns: the first gives names of authors to sort, each later
+one gives more, to be merged into the list and marked as new. Here a task has one query with three to six names. The
+reward is like the published one: the similarity of the answer to the sorted list, to the fourth power, in domain
+"alphabet_sort". A kind is the number of names, the sort key, and a wording.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,15 @@ from itertools import product
 
 import numpy as np
 
-from flowgrpo.recipes.task_sets.task_set import Kind, Solved, TaskSet, deal_kinds, make_draw, make_task, pick_some
+from flowgrpo.recipes.task_sets.task_set import (
+    Kind,
+    SolvedQuery,
+    TaskSet,
+    make_draw,
+    make_task,
+    pick_distinct,
+    split_kinds,
+)
 
 NAME = "alphabet_sort"
 
@@ -39,29 +47,29 @@ WORDINGS = {
     "order": "Put these names in alphabetical order{key}: {names}",
 }
 
-KINDS = deal_kinds(NAME, [*product(COUNTS, KEYS, WORDINGS)])
+KINDS = split_kinds(NAME, [*product(COUNTS, KEYS, WORDINGS)])
 
 
-def sort_names(kind: Kind, names: Sequence[str]) -> Solved:
-    """Ask for names sorted, as a kind says. Their last word is the last name."""
+def sort_names(kind: Kind, names: Sequence[str]) -> SolvedQuery:
+    """Ask to sort names as a kind says. Their last word is the last name."""
     _, key, wording = kind
     query = WORDINGS[wording].format(key=KEYS[key], names=", ".join(names))
     in_order = sorted(names, key=lambda name: name.split()[-1 if key == "by last name" else 0])
-    return Solved(query, [], ", ".join(in_order))
+    return SolvedQuery(query, [], ", ".join(in_order))
 
 
-def _solve(random: np.random.Generator, kind: Kind, split: str) -> Solved:  # noqa: ARG001
+def _solve(random: np.random.Generator, kind: Kind, split: str) -> SolvedQuery:  # noqa: ARG001
     count, key, _ = kind
-    names = pick_some(random, FIRST_NAMES, COUNTS[count])
+    names = pick_distinct(random, FIRST_NAMES, COUNTS[count])
     if key != "first names":
-        last_names = pick_some(random, LAST_NAMES, COUNTS[count])
+        last_names = pick_distinct(random, LAST_NAMES, COUNTS[count])
         names = [f"{first} {last}" for first, last in zip(names, last_names, strict=True)]
     return sort_names(kind, names)
 
 
 draw = make_draw(NAME, "alphabet_sort", [KINDS], _solve)
 
-EXAMPLES = tuple(  # of names that no task has
+EXAMPLES = tuple(  # with names that are in no task
     make_task(f"{NAME}-example-{i}", "alphabet_sort", kind, sort_names(kind, names))
     for i, (kind, names) in enumerate(
         [

@@ -3,15 +3,23 @@
     Reverse the text character-by-character. Text: green table      elbat neerg
 
 The published environment (`reverse-text` of verifiers and prime-rl) has sentences and paragraphs; here a text has one
-to four words of a theme, so that a model of 135 M parameters can learn it. The reward is the same: the similarity of
-the answer to the reversed text, in domain "reverse_text". A kind is the number of words and their theme.
+to four words of a theme, so that a model of 135 M parameters can learn to reverse it. The reward is the same: the
+similarity of the answer to the reversed text, in domain "reverse_text". A kind is the number of words and their theme.
 """
 
 from itertools import product
 
 import numpy as np
 
-from flowgrpo.recipes.task_sets.task_set import Kind, Solved, TaskSet, deal_kinds, make_draw, make_task, pick_some
+from flowgrpo.recipes.task_sets.task_set import (
+    Kind,
+    SolvedQuery,
+    TaskSet,
+    make_draw,
+    make_task,
+    pick_distinct,
+    split_kinds,
+)
 
 NAME = "reverse_text"
 
@@ -45,21 +53,21 @@ THEMES = {
 # fmt: on
 COUNTS = {"one word": 1, "two words": 2, "three words": 3, "four words": 4}
 
-KINDS = deal_kinds(NAME, [*product(COUNTS, THEMES)])
+KINDS = split_kinds(NAME, [*product(COUNTS, THEMES)])
 
 
-def reverse(text: str) -> Solved:
-    """Ask for a text reversed."""
-    return Solved(f"Reverse the text character-by-character. Text: {text}", [], text[::-1])
+def reverse(text: str) -> SolvedQuery:
+    """Ask to reverse a text."""
+    return SolvedQuery(f"Reverse the text character-by-character. Text: {text}", [], text[::-1])
 
 
-def _solve(random: np.random.Generator, kind: Kind, split: str) -> Solved:  # noqa: ARG001
-    return reverse(" ".join(pick_some(random, THEMES[kind[1]], COUNTS[kind[0]])))
+def _solve(random: np.random.Generator, kind: Kind, split: str) -> SolvedQuery:  # noqa: ARG001
+    return reverse(" ".join(pick_distinct(random, THEMES[kind[1]], COUNTS[kind[0]])))
 
 
 draw = make_draw(NAME, "reverse_text", [KINDS], _solve)
 
-EXAMPLES = tuple(  # of words that no theme has
+EXAMPLES = tuple(  # with words that are in no theme
     make_task(f"{NAME}-example-{i}", "reverse_text", kind, reverse(text))
     for i, (kind, text) in enumerate(
         [(("one word", "animals"), "otter"), (("two words", "home"), "attic ladder")],

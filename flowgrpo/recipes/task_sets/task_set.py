@@ -1,8 +1,8 @@
-"""What a task set is, and how its kinds are dealt to splits: `TaskSet`, `deal_kinds`, `make_draw`.
+"""`TaskSet`, and how its kinds of tasks are split: `split_kinds`, `make_draw`.
 
-A kind of tasks is a tuple of parts, such as ("add", "stickers", "own"). `deal_kinds` gives every kind to one split, so
-that no kind of the test split is in the training split, though each part of it is. A split takes its kinds in turn;
-numbers and names are drawn by a generator that is seeded with (seed, split, index).
+A kind of tasks is a tuple of parts, such as ("add", "stickers", "own"). `split_kinds` assigns every kind to one split,
+so that no kind of the test split is in the training split, though each of its parts is. A split uses its kinds in turn;
+numbers and names are drawn by a generator seeded with (seed, split, index).
 """
 
 import hashlib
@@ -21,22 +21,22 @@ T = TypeVar("T")
 
 
 class TaskSet(NamedTuple):
-    """Tasks that are made here without a file, with what an agent needs for them.
+    """Generated tasks, with the tools and the prompt of an agent that solves them.
 
-    Each task has `metadata["kind"]`; `metadata["steps"]`, the list of [tool, context] that a perfect agent calls one
-    after the other; and `metadata["final"]`, its answer.
+    Each task has `metadata["kind"]`; `metadata["steps"]`, the list of [tool, context] that a perfect agent calls in
+    turn; and `metadata["final"]`, its answer.
     """
 
     name: str
-    draw: Draw  # (seed, split, first, count) -> tasks; depends on its arguments alone, and never ends
-    examples: tuple[Task, ...]  # worked, for a prompt: of kinds of the training split, and no task of any split
+    draw: Draw  # (seed, split, first, count) -> tasks; a function of its arguments, for any `first`
+    examples: tuple[Task, ...]  # worked examples for a prompt: of kinds of the training split, but in no split
     tools: tuple[str, ...]  # names of the tools that its steps call
-    instructions: str  # short, since they stand in every context
+    instructions: str  # short, since they are in every context
     passages: Callable[[], Sequence[Mapping[str, str]]] | None = None  # {"title", "text"}: the corpus of search
 
 
-class Solved(NamedTuple):
-    """A query with the calls that solve it, and its answer."""
+class SolvedQuery(NamedTuple):
+    """A query, the tool calls that solve it, and its answer."""
 
     query: str
     steps: Sequence[tuple[str, str]]  # (tool, context)
@@ -44,14 +44,14 @@ class Solved(NamedTuple):
 
 
 def sort_by_hash(name: str, kinds: Sequence[Kind]) -> list[Kind]:
-    """Sort kinds by a hash of their text, which is the same in every process and version."""
+    """Kinds in the order of a hash of their text, the same in every process and version."""
     return sorted(kinds, key=lambda kind: hashlib.sha256(repr((name, *kind)).encode()).digest())
 
 
-def deal_kinds(name: str, kinds: Sequence[Kind]) -> dict[str, list[Kind]]:
-    """Deal kinds to splits in the order of a hash: 20% to test (3 at least), 10% to validation, others to train.
+def split_kinds(name: str, kinds: Sequence[Kind]) -> dict[str, list[Kind]]:
+    """Split kinds in the order of a hash: 20% test (at least 3), 10% validation, the others train.
 
-    A kind stays in train where it is the last one there with one of its parts.
+    A kind stays in train if it is the last one there with one of its parts.
     """
     order = sort_by_hash(name, kinds)
     parts = Counter(part for kind in order for part in enumerate(kind))  # (position, part), in train
@@ -71,11 +71,15 @@ def make_draw(
     name: str,
     domain: str,
     groups: Sequence[Mapping[str, Sequence[Kind]]],
-    solve: Callable[[np.random.Generator, Kind, str], Solved],
+    solve: Callable[[np.random.Generator, Kind, str], SolvedQuery],
 ) -> Draw:
-    """Make the `draw` of a task set from groups of dealt kinds, and from what solves a task of a kind and split.
+    """Make the `draw` of a task set.
 
-    Tasks take the groups in turn, and the kinds of a group in turn.
+    Args:
+        name: Name of the task set.
+        domain: Domain of its tasks, which selects their reward.
+        groups: Groups of split kinds; tasks use the groups in turn, and the kinds of a group in turn.
+        solve: Generates a task of a kind and split, with its solution.
     """
 
     def draw(seed: int, split: str, first: int, count: int) -> list[Task]:
@@ -95,18 +99,18 @@ def make_draw(
     return draw
 
 
-def make_task(identity: str, domain: str, kind: Kind, solved: Solved) -> Task:
-    """Make the task of a solved query."""
+def make_task(identity: str, domain: str, kind: Kind, solved: SolvedQuery) -> Task:
+    """Task of a solved query."""
     steps = [list(step) for step in solved.steps]
     metadata = {"kind": ", ".join(kind), "steps": steps, "final": solved.final}
     return Task(identity, solved.query, (solved.final,), domain, metadata)
 
 
 def pick(random: np.random.Generator, options: Sequence[T]) -> T:
-    """Draw one of the options."""
+    """Draw one of the options uniformly."""
     return options[int(random.integers(len(options)))]
 
 
-def pick_some(random: np.random.Generator, options: Sequence[T], count: int) -> list[T]:
-    """Draw different options, in a random order."""
+def pick_distinct(random: np.random.Generator, options: Sequence[T], count: int) -> list[T]:
+    """Draw `count` different options, in random order."""
     return [options[int(i)] for i in random.choice(len(options), count, replace=False)]

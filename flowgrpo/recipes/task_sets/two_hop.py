@@ -1,4 +1,4 @@
-"""Questions of two hops for an agent that searches a small invented corpus.
+"""Two-hop questions for an agent that searches a small synthetic corpus.
 
     Which river flows through the town where Mira Stone was born?
         search   Mira Stone    Mira Stone was born in Glenwood, works for Comet Company and studied at ...
@@ -6,7 +6,7 @@
         answer   Brae
 
 A person leads to a town, a company or a school, and that to the answer. A kind is the first relation, the second one
-and a wording. People are dealt to splits, too: no task of training asks about a person of the test.
+and a wording. People are split, too: no training task asks about a person of the test split.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ import numpy as np
 from flowgrpo.recipes.task_sets.task_set import (
     SPLITS,
     Kind,
-    Solved,
+    SolvedQuery,
     TaskSet,
-    deal_kinds,
     make_draw,
     make_task,
     pick,
     sort_by_hash,
+    split_kinds,
 )
 
 NAME = "two_hop"
@@ -38,7 +38,7 @@ FIRST_NAMES = (
     "Emil", "Greta", "Hanna", "Karl", "Nora",
 )
 LAST_NAMES = ("Stone", "Marsh", "Finch", "Holt", "Thorne", "Wilder", "Crane", "Ash", "Brook", "Reed")
-# Mayors, founders and heads: nobody of those that questions are about.
+# Mayors, founders and heads: no question is about them.
 OFFICE_FIRST_NAMES = ("Ada", "Hugo", "Karin", "Niko", "Petra", "Ralph", "Wanda", "Felix", "Olga", "Victor")
 OFFICE_LAST_NAMES = ("Frost", "Lake", "Snow", "Parker", "Bell", "Carter")
 TOWNS = (
@@ -60,19 +60,19 @@ SCHOOLS = (
     "Cedar Academy", "Beacon School", "Wesley Hall", "Darwin Institute", "Hudson College", "Regent Academy",
 )
 # fmt: on
-Fields = Mapping[str, str]
+PassageFields = Mapping[str, str]
 
 
 class World(NamedTuple):
-    """Who and what there is, by name, with the fields of its passage."""
+    """Everything in the corpus: name -> fields of its passage."""
 
-    people: Mapping[str, Fields]
-    town: Mapping[str, Fields]
-    company: Mapping[str, Fields]
-    school: Mapping[str, Fields]
+    people: Mapping[str, PassageFields]
+    town: Mapping[str, PassageFields]
+    company: Mapping[str, PassageFields]
+    school: Mapping[str, PassageFields]
 
 
-TEXTS = (  # of the passages, in the order of the fields of `World`
+TEXTS = (  # templates of the passages, in the order of the fields of `World`
     "{name} was born in {town}, works for {company} and studied at {school}.",
     "{name} lies in {land} on the river {river}. It is known for {ware}. Its mayor is {mayor}.",
     "{name} makes {product} in {place}. It was founded by {founder}.",
@@ -82,30 +82,30 @@ TEXTS = (  # of the passages, in the order of the fields of `World`
 
 @cache
 def world() -> World:
-    """Make the world, always the same."""
+    """The world, the same in every process."""
     random = np.random.default_rng(11)
     offices = [f"{first} {last}" for first, last in product(OFFICE_FIRST_NAMES, OFFICE_LAST_NAMES)]
-    holders = iter([offices[int(i)] for i in random.permutation(len(offices))])
+    officials = iter([offices[int(i)] for i in random.permutation(len(offices))])
     town = {
-        name: {"land": pick(random, LANDS), "river": pick(random, RIVERS), "ware": ware, "mayor": next(holders)}
-        for name, ware in zip(TOWNS, _in_turn(random, WARES, len(TOWNS)), strict=True)
+        name: {"land": pick(random, LANDS), "river": pick(random, RIVERS), "ware": ware, "mayor": next(officials)}
+        for name, ware in zip(TOWNS, _balanced(random, WARES, len(TOWNS)), strict=True)
     }
     company = {
-        name: {"product": made, "place": pick(random, TOWNS), "founder": next(holders)}
-        for name, made in zip(COMPANIES, _in_turn(random, PRODUCTS, len(COMPANIES)), strict=True)
+        name: {"product": product_name, "place": pick(random, TOWNS), "founder": next(officials)}
+        for name, product_name in zip(COMPANIES, _balanced(random, PRODUCTS, len(COMPANIES)), strict=True)
     }
-    school = {name: {"place": pick(random, TOWNS), "head": next(holders)} for name in SCHOOLS}
+    school = {name: {"place": pick(random, TOWNS), "head": next(officials)} for name in SCHOOLS}
     names = [f"{first} {last}" for first, last in product(FIRST_NAMES, LAST_NAMES)]
-    columns = [_in_turn(random, options, len(names)) for options in (TOWNS, COMPANIES, SCHOOLS)]
+    columns = [_balanced(random, options, len(names)) for options in (TOWNS, COMPANIES, SCHOOLS)]
     people = {
-        name: {"town": home, "company": work, "school": study}
-        for name, home, work, study in zip(names, *columns, strict=True)
+        name: {"town": home, "company": company_name, "school": school_name}
+        for name, home, company_name, school_name in zip(names, *columns, strict=True)
     }
     return World(people, town, company, school)
 
 
-def _in_turn(random: np.random.Generator, options: Sequence[str], count: int) -> list[str]:
-    """Shuffle so many of the options, each of which occurs equally often, as near as possible."""
+def _balanced(random: np.random.Generator, options: Sequence[str], count: int) -> list[str]:
+    """`count` options in random order, each as often as the others (or once more)."""
     return [options[int(i) % len(options)] for i in random.permutation(count)]
 
 
@@ -113,14 +113,14 @@ def passages() -> list[dict[str, str]]:
     """The corpus: a passage about each person, town, company and school."""
     return [
         {"title": name, "text": text.format(name=name, **fields)}
-        for text, things in zip(TEXTS, world(), strict=True)
-        for name, fields in things.items()
+        for text, passages_of_kind in zip(TEXTS, world(), strict=True)
+        for name, fields in passages_of_kind.items()
     ]
 
 
 # Questions ----------------------------------------------------------------------------------------------
 
-FIRST_HOPS = {  # how a question names what a person leads to, and how a sentence says it
+FIRST_HOPS = {  # a noun phrase for what a person leads to, and a sentence
     "town": ("the town where {name} was born", "{name} was born in a town."),
     "company": ("the company where {name} works", "{name} works for a company."),
     "school": ("the school where {name} studied", "{name} studied at a school."),
@@ -143,37 +143,37 @@ SECOND_HOPS = {  # a question about {it}, a question that follows a sentence, an
 WORDINGS = ("question", "sentence", "request", "thought")
 EXAMPLE_PEOPLE = ("Ruth Finch", "Emil Brook", "Tessa Crane")  # of no split
 
-# Dealt for each first hop, so that all are in each split.
-_DEALT = [
-    deal_kinds(NAME, [(*hops, wording) for hops, wording in product(SECOND_HOPS, WORDINGS) if hops[0] == first])
+# Split separately for each first hop, so that every hop is in each split.
+_KINDS_OF_HOP = [
+    split_kinds(NAME, [(*hops, wording) for hops, wording in product(SECOND_HOPS, WORDINGS) if hops[0] == first])
     for first in FIRST_HOPS
 ]
-KINDS = {split: sort_by_hash(NAME, [kind for dealt in _DEALT for kind in dealt[split]]) for split in SPLITS}
+KINDS = {split: sort_by_hash(NAME, [kind for splits in _KINDS_OF_HOP for kind in splits[split]]) for split in SPLITS}
 
 
 @cache
 def people_of(split: str) -> list[str]:
-    """People that the questions of a split are about; of none is a second hop's answer in their own passage."""
-    kinds = [(name,) for name in world().people if name not in EXAMPLE_PEOPLE and not _is_home_again(name)]
+    """People that the questions of a split are about; the answer is never in their own passage."""
+    kinds = [(name,) for name in world().people if name not in EXAMPLE_PEOPLE and not _answer_is_birthplace(name)]
     order = [name for (name,) in sort_by_hash(NAME, kinds)]
-    tests, validations = len(order) // 4, len(order) // 7  # larger shares than of kinds: few tasks repeat
+    tests, validations = len(order) // 4, len(order) // 7  # larger fractions than of kinds, so that few tasks repeat
     ends = {"test": (0, tests), "validation": (tests, tests + validations), "train": (tests + validations, len(order))}
     first, end = ends[split]
     return order[first:end]
 
 
-def _is_home_again(name: str) -> bool:
-    """Say whether somebody's company or school is in the town of birth."""
+def _answer_is_birthplace(name: str) -> bool:
+    """Whether the company or the school of a person is in their town of birth."""
     person = world().people[name]
     places = world().company[person["company"]]["place"], world().school[person["school"]]["place"]
     return person["town"] in places
 
 
-def ask(kind: Kind, name: str) -> Solved:
+def ask(kind: Kind, name: str) -> SolvedQuery:
     """Ask the question of a kind about a person."""
     first, second, wording = kind
     person = world().people[name]
-    things: Mapping[str, Fields] = getattr(world(), first)
+    entities: Mapping[str, PassageFields] = getattr(world(), first)
     noun, sentence = (text.format(name=name) for text in FIRST_HOPS[first])
     question, following, request = SECOND_HOPS[first, second]
     query = {
@@ -182,10 +182,10 @@ def ask(kind: Kind, name: str) -> Solved:
         "request": request.format(it=noun),
         "thought": f"Think of {noun}. {following}",
     }[wording]
-    return Solved(query, [("search", name), ("search", person[first])], things[person[first]][second])
+    return SolvedQuery(query, [("search", name), ("search", person[first])], entities[person[first]][second])
 
 
-def _solve(random: np.random.Generator, kind: Kind, split: str) -> Solved:
+def _solve(random: np.random.Generator, kind: Kind, split: str) -> SolvedQuery:
     return ask(kind, pick(random, people_of(split)))
 
 

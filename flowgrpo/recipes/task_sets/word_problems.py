@@ -7,8 +7,8 @@
     more boxes. Each box has 36 pens. How many pens are in        calculator   42 * 36
     the shop now?                                                 1512
 
-A kind is a structure of operations, a story and a wording: what somebody owns, or what is at a place. Tasks have one
-step and two steps in turn. All numbers are positive integers.
+A kind is a structure of operations, a story, and a wording ("own": somebody owns the items, "place": they are at a
+place). Tasks with one step and with two steps alternate. All numbers are positive integers.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flowgrpo.recipes.task_sets.task_set import Kind, Solved, TaskSet, deal_kinds, make_draw, make_task, pick_some
+from flowgrpo.recipes.task_sets.task_set import (
+    Kind,
+    SolvedQuery,
+    TaskSet,
+    make_draw,
+    make_task,
+    pick_distinct,
+    split_kinds,
+)
 
 NAME = "word_problems"
 Numbers = Sequence[int]
@@ -27,18 +35,18 @@ Numbers = Sequence[int]
 
 
 class Story(NamedTuple):
-    """Nouns and verbs of a story."""
+    """Nouns and verbs of a story; the fields are the placeholders of `SENTENCES`."""
 
     items: str
     pack: str
     packs: str
-    gets: str  # what the owner does to have more, and to have less
-    loses: str  # {n} stands where the number and the noun do
+    gets: str  # the owner gains items
+    loses: str  # the owner loses items; {n} is the number and the noun
     friends: str
     place: str
-    brings: str  # what somebody does so that more is at the place, and less
-    takes: str
-    bags: str  # what all of it can be put into
+    brings: str  # somebody adds items to the place
+    takes: str  # somebody removes items from the place
+    bags: str  # containers for all items
     bag: str
     elsewhere: str
 
@@ -83,7 +91,7 @@ PEOPLE = [
 EXAMPLE_PEOPLE = [("Lucy", "She"), ("Tom", "He"), ("Kate", "She"), ("Bill", "He")]  # in no task
 # fmt: on
 
-# The sentences of a wording; {a} is a number that the sentence brings in.
+# Sentences of each wording; {a} is the number in the sentence.
 SENTENCES = {
     "own": {
         "have": "{name} has {a} {items}.",
@@ -126,61 +134,58 @@ SENTENCES = {
 
 
 class Structure(NamedTuple):
-    """Sentences of a problem, its expressions, and the numbers in it.
+    """Structure of a problem."""
 
-    Each sentence takes the next number where it has one. In an expression, {r} is the result of the one before.
-    """
-
-    sentences: Sequence[str]
-    expressions: Sequence[str]
-    numbers: Callable[[np.random.Generator], Numbers]
+    sentences: Sequence[str]  # keys of `SENTENCES`; each sentence with a number uses the next one
+    expressions: Sequence[str]  # {r} is the result of the previous expression
+    numbers: Callable[[np.random.Generator], Numbers]  # draws the numbers
 
 
 def _between(random: np.random.Generator, *ranges: tuple[int, int]) -> list[int]:
-    """Draw a number of each range, both ends of which belong to it."""
+    """Draw a number from each range, ends included."""
     return [int(random.integers(low, high + 1)) for low, high in ranges]
 
 
 def _difference(random: np.random.Generator, low: int, high: int) -> list[int]:
-    """Draw a number between `low` and `high`, and one to take from it, which leaves at least a tenth."""
-    whole = int(random.integers(low, high + 1))
-    return [whole, int(random.integers(low // 2, whole - whole // 10 + 1))]
+    """Draw a minuend between `low` and `high`, and a subtrahend that leaves at least a tenth of it."""
+    minuend = int(random.integers(low, high + 1))
+    return [minuend, int(random.integers(low // 2, minuend - minuend // 10 + 1))]
 
 
 def _quotient(random: np.random.Generator) -> list[int]:
-    """Draw a number that a second one divides."""
+    """Draw a multiple of a divisor, and the divisor."""
     quotient, divisor = _between(random, (12, 60), (11, 16))
     return [quotient * divisor, divisor]
 
 
 def _divided_product(random: np.random.Generator) -> list[int]:
-    """Draw two numbers whose product a third one divides."""
+    """Draw two factors, and a divisor of their product."""
     divisor, times, size = _between(random, (11, 16), (2, 5), (12, 40))
     return [divisor * times, size, divisor]
 
 
 def _divided_sum(random: np.random.Generator) -> list[int]:
-    """Draw two numbers whose sum a third one divides."""
-    whole, divisor = _quotient(random)
-    first = int(random.integers(whole // 3, whole - whole // 5))
-    return [first, whole - first, divisor]
+    """Draw two terms, and a divisor of their sum."""
+    total, divisor = _quotient(random)
+    first = int(random.integers(total // 3, total - total // 5))
+    return [first, total - first, divisor]
 
 
 def _divided_difference(random: np.random.Generator) -> list[int]:
-    """Draw two numbers whose difference a third one divides."""
-    whole, divisor = _quotient(random)
-    (taken,) = _between(random, (25, min(250, 999 - whole)))
-    return [whole + taken, taken, divisor]
+    """Draw two numbers, and a divisor of their difference."""
+    difference, divisor = _quotient(random)
+    (subtrahend,) = _between(random, (25, min(250, 999 - difference)))
+    return [difference + subtrahend, subtrahend, divisor]
 
 
 def _product_less(random: np.random.Generator) -> list[int]:
-    """Draw two factors, and a number that is less than their product."""
+    """Draw two factors, and a number below their product."""
     times, size = _between(random, (12, 45), (12, 45))
     return [times, size, int(random.integers(25, min(999, times * size * 3 // 4)))]
 
 
 def _sum_less(random: np.random.Generator) -> list[int]:
-    """Draw two terms, and a number that is less than their sum."""
+    """Draw two terms, and a number below their sum."""
     first, second = _between(random, (105, 480), (105, 480))
     return [first, second, int(random.integers(35, first + second - 20))]
 
@@ -228,40 +233,40 @@ STRUCTURES = ONE_STEP | TWO_STEPS
 # Tasks --------------------------------------------------------------------------------------------------
 
 
-def write_problem(kind: Kind, numbers: Numbers, people: Sequence[tuple[str, str]]) -> Solved:
-    """Write the problem of a kind with these numbers, about the first of two people, the second for comparison."""
+def write_problem(kind: Kind, numbers: Numbers, people: Sequence[tuple[str, str]]) -> SolvedQuery:
+    """Write the problem of a kind with these numbers, about the first of two people (the second for comparisons)."""
     structure, story, wording = STRUCTURES[kind[0]], STORIES[kind[1]], SENTENCES[kind[2]]
     (name, pronoun), (other, _) = people
     words = {**story._asdict(), "name": name, "He": pronoun, "other": other}
-    unused, sentences = list(numbers), []
+    unused_numbers, sentences = list(numbers), []
     for part in structure.sentences:
         words["loses"] = story.loses.format(n=f"{{a}} {story.items}")
-        # Twice, since the words of a story bring in a number, too.
+        # formatted twice, since a story's own words may have a number, too
         template = wording[part].format(**words, a="{a}")
-        sentences.append(template.format(a=unused.pop(0)) if "{a}" in template else template)
+        sentences.append(template.format(a=unused_numbers.pop(0)) if "{a}" in template else template)
     values = dict(zip("abc", numbers, strict=False))
     steps = []
     for expression in structure.expressions:
-        written = expression.format(**values)
-        left, operator, right = written.split()
+        formula = expression.format(**values)
+        left, operator, right = formula.split()
         values["r"] = _compute(int(left), operator, int(right))
-        steps.append(("calculator", written))
-    return Solved(" ".join(sentences), steps, str(values["r"]))
+        steps.append(("calculator", formula))
+    return SolvedQuery(" ".join(sentences), steps, str(values["r"]))
 
 
 def _compute(left: int, operator: str, right: int) -> int:
     return {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[operator]
 
 
-def _solve(random: np.random.Generator, kind: Kind, split: str) -> Solved:  # noqa: ARG001
-    return write_problem(kind, STRUCTURES[kind[0]].numbers(random), pick_some(random, PEOPLE, 2))
+def _solve(random: np.random.Generator, kind: Kind, split: str) -> SolvedQuery:  # noqa: ARG001
+    return write_problem(kind, STRUCTURES[kind[0]].numbers(random), pick_distinct(random, PEOPLE, 2))
 
 
 WORDINGS = tuple(SENTENCES)
-# A kind of two steps has one of the wordings, so that there are as many as of one step.
+# A kind with two steps has one of the wordings, so that there are as many as with one step.
 KINDS = (
-    deal_kinds(NAME, [*product(ONE_STEP, STORIES, WORDINGS)]),
-    deal_kinds(
+    split_kinds(NAME, [*product(ONE_STEP, STORIES, WORDINGS)]),
+    split_kinds(
         NAME,
         [
             (structure, story, WORDINGS[(i + j) % 2])

@@ -1,15 +1,15 @@
-// What tokens are coloured by: a scale for each quantity, its legend, and why it may not be there.
+// The quantities that tokens are coloured by: a scale and a legend for each, or why it is not available.
 
 const QUANTITIES = ["mask", "logp", "advantage", "ratio", "version"];
 const NAMES = { mask: "mask", logp: "log-probability", advantage: "advantage", ratio: "ratio", version: "weight version", ...DATA.names };
 const SHORT = { mask: "mask", logp: "log p", advantage: "advantage", ratio: "ratio", version: "version" };
 const HUES = ["blue", "orange", "green", "purple", "yellow", "sky"];
-const STRONGEST = 72; // percent of a hue in the paper, with which ink is still read well
+const STRONGEST = 72; // percent of a hue in the background, up to which text is readable
 
 const isKnown = (name) => name === "mask" || DATA.scales[name] !== null;
-const mix = (hue, share) => `color-mix(in oklab, var(--${hue}) ${Math.round(STRONGEST * Math.min(Math.max(share, 0), 1))}%, transparent)`;
+const mix = (hue, fraction) => `color-mix(in oklab, var(--${hue}) ${Math.round(STRONGEST * Math.min(Math.max(fraction, 0), 1))}%, transparent)`;
 
-/** The colour of a value; "" where there is none. */
+/** The colour of a value; "" if there is none. */
 function colour(name, value) {
   if (value === null || Number.isNaN(value)) return "";
   if (name === "logp") return mix("orange", -value / DATA.scales.logp);
@@ -40,7 +40,7 @@ function ramp(name, stops, labels) {
 function legend(name, shown) {
   const title = h("strong", {}, NAMES[name]);
   if (!isKnown(name)) return [title, h("span", { class: "lacking" }, `not available: ${DATA.lacking[name]}`)];
-  if (name === "mask") return [title, swatch(mix("blue", 0.45), "chosen by the policy"), swatch("transparent", "context")];
+  if (name === "mask") return [title, swatch(mix("blue", 0.45), "sampled by the policy"), swatch("transparent", "context")];
   const parts = [title, ...scaleOf(name, shown)];
   const has = (i) => DATA.details[i].turns.some((turn) => turn[name] !== null);
   if (!shown.some(has)) parts.push(h("span", { class: "lacking" }, "not recorded for this trajectory"));

@@ -1,14 +1,14 @@
-// What is open and how it is coloured; keys, and the part of the address that says both.
+// State: which trajectories are open, and the colouring; keys, and the URL fragment that stores the state.
 
 const state = { open: null, beside: null, colour: "mask", turn: null, unfolded: null };
 const KEYS = {
   "j  ↓": "next trajectory", "k  ↑": "previous trajectory", "g  G": "first, last trajectory",
-  "n  p": "next, previous turn", "←  →": "token by token, with its figures", f: "fold or unfold contexts",
-  c: "next colouring (C: the one before)", b: "beside it the same task, before or after training", "/": "search", "Esc": "leave the search, the token",
+  "n  p": "next, previous turn", "←  →": "token by token, with its values", f: "fold or unfold contexts",
+  c: "next colouring (C: the one before)", b: "the same task side by side, before or after training", "/": "search", "Esc": "leave the search or the token",
   "?": "these keys",
 };
 
-/** Open a trajectory; what stood beside goes, or becomes its own counterpart. */
+/** Open a trajectory; a second one beside it is replaced by the new one's counterpart. */
 function open(i) {
   if (i === state.open && shownPart.childNodes.length) return drawRows();
   state.beside = state.beside === null || i === null ? null : partner(i);
@@ -51,7 +51,7 @@ function setColour(name) {
   remember();
 }
 
-/** The next colouring that is there. */
+/** Switch to the next available colouring. */
 function cycle(step) {
   const known = QUANTITIES.filter(isKnown);
   setColour(known[(known.indexOf(state.colour) + step + known.length) % known.length]);
@@ -62,11 +62,11 @@ function remember() {
   history.replaceState(null, "", `#${new URLSearchParams(Object.entries(parts).filter(([, value]) => value !== null))}`);
 }
 
-/** What the address asks for. */
+/** Restore the state from the URL fragment. */
 function recall() {
-  const asked = new URLSearchParams(location.hash.slice(1));
-  const place = (name) => { const i = Number(asked.get(name)) - 1; return Number.isInteger(i) && i >= 0 && i < COUNT ? i : null; };
-  if (QUANTITIES.includes(asked.get("colour"))) setColour(asked.get("colour"));
+  const fragment = new URLSearchParams(location.hash.slice(1));
+  const place = (name) => { const i = Number(fragment.get(name)) - 1; return Number.isInteger(i) && i >= 0 && i < COUNT ? i : null; };
+  if (QUANTITIES.includes(fragment.get("colour"))) setColour(fragment.get("colour"));
   state.open = place("n");
   return place("beside");
 }
@@ -93,7 +93,7 @@ function onKey(event) {
   action();
 }
 
-function begin() {
+function start() {
   document.title = document.querySelector("h1").textContent = visible(DATA.title);
   document.getElementById("note").textContent = visible(DATA.note);
   for (const name of QUANTITIES) {
@@ -106,7 +106,7 @@ function begin() {
   for (const name of Object.keys(RANGES)) form.elements[`${name}-low`].parentElement.hidden = !Array.from({ length: COUNT }, (_, i) => RANGES[name](i)).some((x) => x !== null);
   form.elements.sort.append(...Object.keys(SORTS).map((name) => h("option", { value: name }, `↕ ${name}`)));
   document.getElementById("more").addEventListener("click", (event) => event.target.setAttribute("aria-expanded", String(form.classList.toggle("unfolded"))));
-  document.getElementById("asked").addEventListener("click", ACTIONS["?"]);
+  document.getElementById("show-keys").addEventListener("click", ACTIONS["?"]);
   document.getElementById("theme").addEventListener("click", () => {
     const root = document.documentElement, isDark = getComputedStyle(root).colorScheme === "dark" || (getComputedStyle(root).colorScheme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
     root.style.colorScheme = isDark ? "light" : "dark";
@@ -120,8 +120,8 @@ function begin() {
   const beside = recall();
   refilter();
   if (beside !== null) setBeside(beside);
-  document.body.getBoundingClientRect(); // laid out, for whoever measures
+  document.body.getBoundingClientRect(); // forces the layout, for measurements
   performance.mark("opened");
 }
 
-begin();
+start();

@@ -1,9 +1,9 @@
-// Tokens as text: a span each, coloured by the chosen quantity; what is known of one, under the pointer or the cursor.
+// Tokens as spans, coloured by the current quantity; the values of the one under the pointer or the cursor.
 
 const tip = document.getElementById("tip");
 let cursor = null; // the token that the arrow keys move
 
-/** Spans for the tokens from..to of a turn; spaces and line ends around a token's own text are not coloured. */
+/** Spans for the tokens from..to of a turn; white space around the text of a token is not coloured. */
 function spans(turn, from, to) {
   const read = readTurn(turn), out = document.createDocumentFragment();
   for (let k = from; k < to; k++) {
@@ -20,7 +20,7 @@ function spans(turn, from, to) {
 
 const paint = (span) => { span.style.backgroundColor = tokenColour(state.colour, readTurn(span.turn), span.place); };
 
-/** Colour everything that is shown again. */
+/** Colour all visible tokens again. */
 function repaint() {
   for (const span of document.querySelectorAll(".t")) paint(span);
 }
@@ -31,12 +31,12 @@ function textOf(turn, from, to) {
   return read.numbers.slice(from, to).map((number) => DATA.vocabulary.pieces[number]).join("");
 }
 
-function figures(span) {
+function describe(span) {
   const read = readTurn(span.turn), k = span.place, number_ = read.numbers[k];
   const rows = [
     ["text", JSON.stringify(visible(DATA.vocabulary.pieces[number_]))],
     ["token id", String(DATA.vocabulary.ids[number_])],
-    ["place", `${k + 1} of ${read.numbers.length}, ${read.rank[k] < 0 ? "context" : "chosen"}`],
+    ["position", `${k + 1} of ${read.numbers.length}, ${read.rank[k] < 0 ? "context" : "chosen"}`],
   ];
   if (read.rank[k] < 0) return rows;
   const logp = quantity(read, "logp", k), advantage = quantity(read, "advantage", k);
@@ -49,7 +49,7 @@ function figures(span) {
 }
 
 function showTip(span) {
-  tip.replaceChildren(...figures(span).flatMap(([name, value]) => [h("span", {}, name), h("b", {}, value)]));
+  tip.replaceChildren(...describe(span).flatMap(([name, value]) => [h("span", {}, name), h("b", {}, value)]));
   tip.hidden = false;
   const box = span.getClientRects()[0] ?? span.getBoundingClientRect();
   const left = Math.min(box.left, innerWidth - tip.offsetWidth - 12);
@@ -62,7 +62,7 @@ function hideTip() {
   tip.hidden = true;
 }
 
-/** Put the cursor on a token, or take it away. */
+/** Move the cursor to a token, or remove it (null). */
 function setCursor(span) {
   cursor?.classList.remove("cursor");
   cursor = span;
@@ -72,7 +72,7 @@ function setCursor(span) {
   showTip(span);
 }
 
-/** The next token to the right (1) or left (-1); the first chosen one of the current turn where there is no cursor. */
+/** Move the cursor right (1) or left (-1); without a cursor, to the first chosen token of the current turn. */
 function moveCursor(step) {
   const all = [...document.querySelectorAll("#shown .t")].filter((span) => span.offsetParent !== null);
   if (!all.length) return;

@@ -1,32 +1,32 @@
-"""Intervals and their unions, as brackets and as inequalities write them; `same_intervals` compares the two.
+"""Intervals and their unions, written with brackets or as inequalities: `read_intervals`, `same_intervals`.
 
     "[-2, 7)"   "-2 \\le x < 7"   "x \\in [-2, 7)"   "(-\\infty, 2) \\cup (3, \\infty)"   "x < 2 \\text{ or } x > 3"
 
-Ends are compared by rules that the caller gives. Brackets alone, `(1, 2)`, may also be a point: two that are written so
-are only told apart by their brackets here.
+Ends are compared by the caller's rules. Two numbers in brackets, `(1, 2)`, may also be a point: of two such texts only
+brackets are compared here.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from flowgrpo.contracts import Scored
+from flowgrpo.contracts import RewardResult
 from flowgrpo.rewards.answers.match import RIGHT, WRONG, Rule, judge_by_rules
-from flowgrpo.rewards.answers.school import other_brackets, split_list
+from flowgrpo.rewards.answers.school import brackets_differ, split_list
 from flowgrpo.rewards.answers.spelling import plain_text
 from flowgrpo.types import Task
 
-MOST = 200  # characters
-SPELLINGS = {  # in this order: some begin as others do
+MAX_CHARACTERS = 200  # characters
+SPELLINGS = {  # replaced in this order: some are prefixes of others
     "\\infty": "∞", "\\leqslant": "≤", "\\leq": "≤", "\\le": "≤", "<=": "≤", "\\geqslant": "≥", "\\geq": "≥",
     "\\ge": "≥", ">=": "≥", "\\lt": "<", "\\gt": ">", "\\cup": " or ", "\u222a": " or ", "\\lor": " or ",
     "\\vee": " or ", "\\land": " and ", "\\wedge": " and ", "\\in": " ∈ ", "+∞": "∞", "$": "",
 }  # fmt: skip
 REALS = ("r", "\\mathbb{r}", "all real numbers", "all reals", "the real numbers")
-MIRRORED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
+MIRRORED_SIGNS = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 
 
 class Interval(NamedTuple):
-    """All numbers between two ends, which are texts."""
+    """All numbers between two ends, which are kept as texts."""
 
     low: str
     high: str
@@ -35,16 +35,16 @@ class Interval(NamedTuple):
 
 
 class Intervals(NamedTuple):
-    """A union of intervals, the variable that lies in it ("" where none is named), and whether it is one bracket."""
+    """A union of intervals, and the variable that it bounds ("" if none is named)."""
 
     pieces: tuple[Interval, ...]
     variable: str = ""
-    alone: bool = False
+    alone: bool = False  # one pair of brackets without a variable, which may also be a point
 
 
 def read_intervals(text: str) -> Intervals | None:
-    """Read a whole text as a union of intervals; None where it is none."""
-    if len(text) > MOST:
+    """Parse a whole text as a union of intervals; None if it is none."""
+    if len(text) > MAX_CHARACTERS:
         return None
     text = plain_text(text)
     for spelling, sign in SPELLINGS.items():
@@ -64,7 +64,7 @@ def read_intervals(text: str) -> Intervals | None:
 
 
 def _read_piece(text: str) -> tuple[Interval, str] | None:
-    """Read one interval -> it and its variable, "" where none is named."""
+    """Parse one interval -> the interval, its variable ("" if none is named)."""
     if " and " in text:  # of two half-lines
         first, _, second = text.partition(" and ")
         left, right = _read_piece(first), _read_piece(second)
@@ -76,13 +76,13 @@ def _read_piece(text: str) -> tuple[Interval, str] | None:
         return Interval(low.low, high.high, low.has_low, high.has_high), left[1]
     variable, element, brackets = text.partition(" ∈ ")
     if element:
-        piece = _in_brackets(brackets)
+        piece = _bracketed(brackets)
         return (piece, variable) if piece and _is_variable(variable) else None
-    piece = _in_brackets(text)
+    piece = _bracketed(text)
     return (piece, "") if piece else _inequality(text)
 
 
-def _in_brackets(text: str) -> Interval | None:
+def _bracketed(text: str) -> Interval | None:
     kind, parts = split_list(text)
     if kind not in ("()", "[]", "(]", "[)") or len(parts) != 2 or not all(parts):
         return None
@@ -91,13 +91,13 @@ def _in_brackets(text: str) -> Interval | None:
 
 
 def _inequality(text: str) -> tuple[Interval, str] | None:
-    """Read `x < 2`, `2 > x`, `-2 ≤ x < 7`, `7 > x ≥ -2`."""
-    signs = [mark for mark in text if mark in MIRRORED]
-    for sign in MIRRORED:
+    """Parse `x < 2`, `2 > x`, `-2 ≤ x < 7`, `7 > x ≥ -2`."""
+    signs = [char for char in text if char in MIRRORED_SIGNS]
+    for sign in MIRRORED_SIGNS:
         text = text.replace(sign, "<")
     terms = [term.strip() for term in text.split("<")]
     if len(signs) == 1 and _is_variable(terms[1]):
-        terms, signs = terms[::-1], [MIRRORED[signs[0]]]
+        terms, signs = terms[::-1], [MIRRORED_SIGNS[signs[0]]]
     if len(signs) == 1 and _is_variable(terms[0]) and terms[1] and not _is_variable(terms[1]):
         variable, end = terms
         if signs[0] in "<≤":
@@ -106,26 +106,29 @@ def _inequality(text: str) -> tuple[Interval, str] | None:
     if len(signs) != 2 or not _is_variable(terms[1]) or not all(terms):
         return None
     if set(signs) <= {">", "≥"}:
-        terms, signs = terms[::-1], [MIRRORED[sign] for sign in signs[::-1]]
+        terms, signs = terms[::-1], [MIRRORED_SIGNS[sign] for sign in signs[::-1]]
     if not set(signs) <= {"<", "≤"}:
         return None
     return Interval(terms[0], terms[2], signs[0] == "≤", signs[1] == "≤"), terms[1]
 
 
 def _is_variable(text: str) -> bool:
-    """Say whether a text is a letter, Latin or Greek."""
+    """Whether a text is a letter, Latin or Greek."""
     name = text.removeprefix("\\")
     return name.isalpha() and (len(text) == 1 or (text != name and name not in ("pi", "infty")))
 
 
-def same_intervals(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> Scored | None:
-    """Compare two unions of as many intervals, in any order, their ends by rules; None where one of them is none.
+def same_intervals(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> RewardResult | None:
+    """Compare two unions of equally many intervals in any order, their ends by `rules`; None if one is no union.
 
-    Of two pairs in brackets the brackets alone decide, and only where they differ.
+    Two pairs in brackets are wrong if the brackets mean different things; if they don't, other rules decide.
     """
-    (kind, parts), (other, others) = split_list(plain_text(gold)), split_list(plain_text(answer))
-    in_brackets = len(kind) == len(other) == 2 and len(parts) == len(others) > 1
-    if in_brackets and other_brackets(kind, other, len(parts)):
+    (gold_brackets, gold_parts), (answer_brackets, answer_parts) = (
+        split_list(plain_text(gold)),
+        split_list(plain_text(answer)),
+    )
+    are_bracketed = len(gold_brackets) == len(answer_brackets) == 2 and len(gold_parts) == len(answer_parts) > 1
+    if are_bracketed and brackets_differ(gold_brackets, answer_brackets, len(gold_parts)):
         return WRONG
     gold_union, answer_union = read_intervals(gold), read_intervals(answer)
     if (gold_union and _is_pair(answer)) or (answer_union and _is_pair(gold)):
@@ -136,14 +139,14 @@ def same_intervals(task: Task, gold: str, answer: str, *, rules: Sequence[Rule])
         return WRONG
     if len(gold_union.pieces) != len(answer_union.pieces):
         return None
-    left = list(answer_union.pieces)
+    unmatched = list(answer_union.pieces)
     for piece in gold_union.pieces:
-        for other in left:
-            same = _same_interval(task, piece, other, rules)
-            if same.value is None:
-                return same
-            if same.value:
-                left.remove(other)
+        for candidate in unmatched:
+            result = _same_interval(task, piece, candidate, rules)
+            if result.value is None:
+                return result
+            if result.value:
+                unmatched.remove(candidate)
                 break
         else:
             return WRONG
@@ -151,16 +154,16 @@ def same_intervals(task: Task, gold: str, answer: str, *, rules: Sequence[Rule])
 
 
 def _is_pair(text: str) -> bool:
-    """Say whether a text is two numbers, `\\pm 5`, which math-verify takes for an interval."""
+    """Whether a text is two numbers, `\\pm 5`, which math-verify takes for an interval."""
     return plain_text(text).startswith(("\\pm", "\u00b1"))
 
 
-def _same_interval(task: Task, gold: Interval, answer: Interval, rules: Sequence[Rule]) -> Scored:
+def _same_interval(task: Task, gold: Interval, answer: Interval, rules: Sequence[Rule]) -> RewardResult:
     if (gold.has_low, gold.has_high) != (answer.has_low, answer.has_high):
         return WRONG
-    for end, other in ((gold.low, answer.low), (gold.high, answer.high)):
-        if end != other:
-            scored = WRONG if "∞" in end + other else judge_by_rules(rules, task, end, (other,))[1]
-            if not scored.value:
-                return scored
+    for gold_end, answer_end in ((gold.low, answer.low), (gold.high, answer.high)):
+        if gold_end != answer_end:
+            result = WRONG if "∞" in gold_end + answer_end else judge_by_rules(rules, task, gold_end, (answer_end,))[1]
+            if not result.value:
+                return result
     return RIGHT

@@ -1,22 +1,21 @@
-"""K-12 answers: `school` is the matcher with the rules of a school, in the order in which they are asked.
+"""K-12 answers: `school` is the matcher with the rules of school answers, tried in this order:
 
     exact, choice, truth, time, date, ratio, numeric, quantity, list, text
 
-The gold answer decides which rule speaks: a letter is a choice, `5 km` a quantity, `1, 2, 3` a list, and what is
-nothing else is text. Each rule is a function of its own, so that `match_answers` takes any of them, and others beside
-them.
+The gold answer decides which rule applies: a letter is a choice, `5 km` a quantity, `1, 2, 3` a list, and everything
+else text. Each rule is a separate object, so `match_answers` takes any selection of them, and others.
 
-Letters are read as people name them: "(b)", "b. photosynthesis", "The answer is B.", or the text of an option. The
+Letters are read as people write them: "(b)", "b. photosynthesis", "The answer is B.", or the text of an option. The
 options of a task are `metadata["options"]` or `metadata["choices"]` (texts in order, or a mapping from letters; labels
-such as `A. red` are taken off), or else what its query lists as `A) ... B) ...`. Naming two letters is not naming one,
-not even as `B. Actually C.`, and `not B` names none.
+such as `A. red` are removed), or else those that its query lists as `A) ... B) ...`. Two letters count as none, also in
+`B. Actually C.`, and `not B` names none.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from flowgrpo.contracts import Reward, Scored
+from flowgrpo.contracts import Reward, RewardResult
 from flowgrpo.rewards.answers.dates import DATE, TIME
 from flowgrpo.rewards.answers.extract import DENIALS
 from flowgrpo.rewards.answers.match import (
@@ -28,186 +27,190 @@ from flowgrpo.rewards.answers.match import (
     judge_by_rules,
     match_answers,
     numeric_rule,
-    verdict,
+    right_if,
 )
 from flowgrpo.rewards.answers.numbers import Close, read_plain, rounded
-from flowgrpo.rewards.answers.spelling import LETTERS, bare, labelled, plain_text, words
+from flowgrpo.rewards.answers.spelling import LETTERS, bare, plain_text, split_label, words
 from flowgrpo.rewards.answers.units import QUANTITY
 from flowgrpo.types import BadInput, Task
 
-CALLED = {"option", "options", "choice", "choices", "answer", "letter", "alternative", "is", "are", "pick", "choose"}
-AFTER_A = {"is", "and", "or", "because", "since", "as", "only", "nor"}  # what tells the letter A from the article
+LETTER_CUES = {"option", "options", "choice", "choices", "answer", "letter", "alternative"}
+LETTER_CUES |= {"is", "are", "pick", "choose"}
+AFTER_LETTER_A = {"is", "and", "or", "because", "since", "as", "only", "nor"}  # unlike after the article
 REFUSALS = DENIALS | {"but", "except", "wrong", "incorrect", "false"}
-REASONS = (" because ", " since ", " as ", " whereas ", " while ")
-SWITCHES = CALLED | {"or", "and", "actually", "no", "wait", "rather", "maybe", "perhaps", "sorry", "also", "be", "its"}
-SWITCHES |= {"it's", "to", "mean", "meant", "but", "then", "possibly", "instead", "was", "were", "not"}
-QUERY_MOST = 4000  # characters of a query in which options are looked for
+REASON_WORDS = (" because ", " since ", " as ", " whereas ", " while ")
+SWITCH_WORDS = LETTER_CUES | {"or", "and", "actually", "no", "wait", "rather", "maybe", "perhaps", "sorry", "also"}
+SWITCH_WORDS |= {"be", "its", "it's", "to", "mean", "meant", "but", "then", "possibly", "instead", "was", "were", "not"}
+MAX_QUERY = 4000  # characters of a query that are searched for options
 TRUE, FALSE = {"true", "yes", "correct", "right", "t", "y"}, {"false", "no", "incorrect", "wrong", "untrue", "f", "n"}
-ORDERED = ("in order", "ascending", "descending", "least to greatest", "greatest to least", "sequence", "ordered pair")
-ORDERED += ("smallest to largest", "largest to smallest", "next", "chronological", "coordinates")
-PARTS = 20  # of a list; longer ones are compared word by word
-OPENED, CLOSED = "([{", ")]}"
+ORDER_PHRASES = ("in order", "ascending", "descending", "least to greatest", "greatest to least", "sequence")
+ORDER_PHRASES += ("ordered pair", "smallest to largest", "largest to smallest", "next", "chronological", "coordinates")
+MAX_JUDGED_PARTS = 20  # of a list; longer lists are compared as texts
+OPENING, CLOSING = "([{", ")]}"
 
 
 # Multiple choice ----------------------------------------------------------------------------------------
 
 
 def options_of(task: Task) -> dict[str, str]:
-    """Find the options of a task by letter; empty where a task lists none."""
+    """Options of a task by letter; empty if it lists none."""
     listed = task.metadata.get("options", task.metadata.get("choices"))
     if listed is None:
-        return _options_in(task.query[:QUERY_MOST])
+        return _options_of_query(task.query[:MAX_QUERY])
     if isinstance(listed, Mapping):
-        return _unlabelled({str(letter).strip("(). ").upper(): str(text) for letter, text in listed.items()})
+        return _without_labels({str(letter).strip("(). ").upper(): str(text) for letter, text in listed.items()})
     if isinstance(listed, Sequence) and not isinstance(listed, str) and len(listed) <= len(LETTERS):
-        return _unlabelled({letter: str(text) for letter, text in zip(LETTERS, listed, strict=False)})
-    wanted = f"a list of at most {len(LETTERS)} texts or a mapping from letters"
-    raise BadInput(f"task {task.id!r}: its options must be {wanted}")
+        return _without_labels({letter: str(text) for letter, text in zip(LETTERS, listed, strict=False)})
+    raise BadInput(
+        f"task {task.id!r}: its options must be a list of at most {len(LETTERS)} texts or a mapping from letters"
+    )
 
 
-def _unlabelled(options: dict[str, str]) -> dict[str, str]:
-    """Take the labels off texts such as `A. red`, where each carries its own letter."""
-    texts = {letter: labelled(plain_text(text)) for letter, text in options.items()}
-    if any(label != letter or not rest for letter, (label, rest) in texts.items()):
+def _without_labels(options: dict[str, str]) -> dict[str, str]:
+    """Remove the labels of texts such as `A. red`, if each has its own letter."""
+    texts = {letter: split_label(plain_text(text)) for letter, text in options.items()}
+    if any(label != letter or not text for letter, (label, text) in texts.items()):
         return options
-    return {letter: rest for letter, (_, rest) in texts.items()}
+    return {letter: text for letter, (_, text) in texts.items()}
 
 
-def _options_in(query: str) -> dict[str, str]:
-    """Find the options of a query that lists them as `A) ... B) ...`, `(A) ...`, `A. ...` or `A: ...`."""
+def _options_of_query(query: str) -> dict[str, str]:
+    """Options that a query lists as `A) ... B) ...`, `(A) ...`, `A. ...` or `A: ...`."""
     starts: list[tuple[int, int]] = []
     for letter in LETTERS:
-        found = _label_at(query, letter, starts[-1][1] if starts else 0)
-        if found is None:
+        label = _find_label(query, letter, starts[-1][1] if starts else 0)
+        if label is None:
             break
-        starts.append(found)
+        starts.append(label)
     if len(starts) < 2:
         return {}
     ends = [start for start, _ in starts[1:]] + [len(query)]
-    texts = [query[after:end].strip(" \n\t,;") for (_, after), end in zip(starts, ends, strict=True)]
+    texts = [query[text_start:end].strip(" \n\t,;") for (_, text_start), end in zip(starts, ends, strict=True)]
     if not any("\n" in text for text in texts[:-1]):
-        texts[-1] = texts[-1].partition("\n")[0].strip()  # what follows the options is none of the last
+        texts[-1] = texts[-1].partition("\n")[0].strip()  # what follows the options is not part of the last one
     return dict(zip(LETTERS, texts, strict=False))
 
 
-def _label_at(query: str, letter: str, start: int) -> tuple[int, int] | None:
-    """Find an option's label from `start` on -> (start of the label, start of the text); None where there is none."""
-    for at in range(start, len(query) - 2):
-        opened = at > 0 and query[at - 1] == "("
-        before = query[at - 1 - opened] if at - opened > 0 else " "
-        if query[at] == letter and query[at + 1] in ").:" and query[at + 2] == " " and not before.isalnum():
-            return at - opened, at + 3
+def _find_label(query: str, letter: str, start: int) -> tuple[int, int] | None:
+    """First label of an option from `start` on -> (start of the label, start of the text); None if there is none."""
+    for i in range(start, len(query) - 2):
+        in_bracket = i > 0 and query[i - 1] == "("
+        previous = query[i - 1 - in_bracket] if i - in_bracket > 0 else " "
+        if query[i] == letter and query[i + 1] in ").:" and query[i + 2] == " " and not previous.isalnum():
+            return i - in_bracket, i + 3
     return None
 
 
-def choice(task: Task, gold: str, answer: str) -> Scored | None:
-    """Compare the letters that gold and answer name, as such or by an option's text; None where one mentions none."""
+def same_choice(task: Task, gold: str, answer: str) -> RewardResult | None:
+    """Compare the letters that gold and answer name, directly or by an option's text; None if one names none."""
     options = options_of(task)
-    wanted = _wanted(plain_text(gold), options)
-    if not wanted:
+    gold_letters = _gold_letters(plain_text(gold), options)
+    if not gold_letters:
         return None
     text = plain_text(answer)
-    by_text = {_key(plain_text(option)): letter for letter, option in options.items()}
-    letter, rest = labelled(text)  # before articles are dropped, of which `A. red` would lose its letter
-    whole = not (letter and rest) or text in options.values()
-    if whole and _key(text) in by_text and len(text) > 1:
-        return verdict(wanted == {by_text[_key(text)]})
-    if letter and rest:
-        option = options.get(letter, labelled(plain_text(gold))[1] if wanted == {letter} else "")
-        meant = by_text.get(_key(rest), letter)
-        return verdict(wanted == {letter} == {meant} and not _contradicts(plain_text(option), rest, letter))
-    named = named_letters(text)
-    if named is not None:
-        return verdict(named == wanted)
-    rest = labelled(plain_text(gold))[1]  # where gold is `B. photosynthesis`, its text will do
-    return RIGHT if rest and bare(rest) == bare(text) else None
+    by_text = {_comparable(plain_text(option)): letter for letter, option in options.items()}
+    letter, content = split_label(text)  # before articles are removed, which would remove the letter of `A. red`
+    is_whole_option = not (letter and content) or text in options.values()
+    if is_whole_option and _comparable(text) in by_text and len(text) > 1:
+        return right_if(gold_letters == {by_text[_comparable(text)]})
+    if letter and content:
+        option = options.get(letter, split_label(plain_text(gold))[1] if gold_letters == {letter} else "")
+        meant_letter = by_text.get(_comparable(content), letter)
+        return right_if(
+            gold_letters == {letter} == {meant_letter} and not _contradicts(plain_text(option), content, letter)
+        )
+    letters = named_letters(text)
+    if letters is not None:
+        return right_if(letters == gold_letters)
+    content = split_label(plain_text(gold))[1]  # if gold is `B. photosynthesis`, its text suffices
+    return RIGHT if content and bare(content) == bare(text) else None
 
 
-def _contradicts(option: str, rest: str, letter: str) -> bool:
-    """Say whether what follows a letter is another number than its option's, or names another letter.
+def _contradicts(option: str, content: str, letter: str) -> bool:
+    """Whether the text after a letter is another number than its option's, or names another letter.
 
-    A letter that a noun precedes (`Vitamin A`), that is denied, or that a reason mentions is not named.
+    A letter after a noun (`Vitamin A`), a denied one, and one within a reason are not named.
     """
-    number, other = read_plain(option), read_plain(rest)
-    if number is not None and other is not None and number.value != other.value:
+    number, other_number = read_plain(option), read_plain(content)
+    if number is not None and other_number is not None and number.value != other_number.value:
         return True
-    if option and rest.lower().startswith(option.lower()):
-        rest = rest[len(option) :]
-    for reason in REASONS:
-        rest = rest.partition(reason)[0]
-    marks = rest.replace(",", " , ").replace("/", " / ").replace(";", " ; ").split()
-    words = [mark.strip("()[]{}*.:;,/!?\"'") for mark in marks]
-    refused_at = -9
-    for place, word in enumerate(words):
-        label = marks[place].lstrip("([*")[1:2] in tuple(")]:.") and place + 1 < len(words)
-        if word not in tuple(LETTERS) or not (label or _is_letter(words, marks, place)):
+    if option and content.lower().startswith(option.lower()):
+        content = content[len(option) :]
+    for reason in REASON_WORDS:
+        content = content.partition(reason)[0]
+    tokens = content.replace(",", " , ").replace("/", " / ").replace(";", " ; ").split()
+    words = [token.strip("()[]{}*.:;,/!?\"'") for token in tokens]
+    refused_index = -9
+    for i, word in enumerate(words):
+        is_label = tokens[i].lstrip("([*")[1:2] in tuple(")]:.") and i + 1 < len(words)
+        if word not in tuple(LETTERS) or not (is_label or _is_letter(words, tokens, i)):
             continue
-        before, earlier = marks[place - 1] if place else ".", words[max(place - 3, 0) : place]
-        joined = refused_at >= place - 3 and words[place - 1].lower() in ("or", "nor", "and", "")
-        if joined or any(denial.lower() in REFUSALS - {"no", "but"} for denial in earlier):
-            refused_at = place
+        previous, preceding = tokens[i - 1] if i else ".", words[max(i - 3, 0) : i]
+        is_joined = refused_index >= i - 3 and words[i - 1].lower() in ("or", "nor", "and", "")
+        if is_joined or any(denial.lower() in REFUSALS - {"no", "but"} for denial in preceding):
+            refused_index = i
             continue
-        named = label or before[-1] in ",;.:!?/(-" or words[place - 1].lower() in SWITCHES or "(" in marks[place]
-        if word != letter and named and REFUSALS.isdisjoint(words[place + 1 : place + 3]):
+        is_named = is_label or previous[-1] in ",;.:!?/(-" or words[i - 1].lower() in SWITCH_WORDS or "(" in tokens[i]
+        if word != letter and is_named and REFUSALS.isdisjoint(words[i + 1 : i + 3]):
             return True
     return False
 
 
-def _wanted(gold: str, options: Mapping[str, str]) -> set[str]:
-    """Read the letters of a gold answer: a label, a label with its text, several labels, or the text of an option."""
-    letter, rest = labelled(gold)
-    if letter and (rest or not options or letter in options):
+def _gold_letters(gold: str, options: Mapping[str, str]) -> set[str]:
+    """Letters of a gold answer: a label, a label with its text, several labels, or the text of an option."""
+    letter, content = split_label(gold)
+    if letter and (content or not options or letter in options):
         return {letter}
-    marks = gold.replace(" and ", ",").replace(";", ",").replace("&", ",").split(",")
-    several = {labelled(mark.strip())[0] for mark in marks if labelled(mark.strip())[1] == ""}
-    if len(marks) > 1 and len(several) == len(marks) and "" not in several:
-        return several
-    return {letter for letter, text in options.items() if _key(plain_text(text)) == _key(gold)}
+    pieces = gold.replace(" and ", ",").replace(";", ",").replace("&", ",").split(",")
+    letters = {split_label(piece.strip())[0] for piece in pieces if split_label(piece.strip())[1] == ""}
+    if len(pieces) > 1 and len(letters) == len(pieces) and "" not in letters:
+        return letters
+    return {letter for letter, text in options.items() if _comparable(plain_text(text)) == _comparable(gold)}
 
 
-def _key(text: str) -> str:
-    """Strip an option of what doesn't count; one of signs alone, such as `↑ ↓`, stays as it is."""
+def _comparable(text: str) -> str:
+    """`bare` of an option; one of signs only, such as `↑ ↓`, stays as it is."""
     return bare(text) or text
 
 
 def named_letters(text: str) -> set[str] | None:
-    """Read the letters that a plain sentence names and does not deny; None where it names none at all."""
-    marks = text.replace("/", " or ").replace(",", " , ").replace("&", " and ").split()
-    words = [mark.strip("()[]{}*.:;!?,\"'") for mark in marks]
-    named: set[str] = set()
-    denied = False
-    for place, word in enumerate(words):
-        if not _is_letter(words, marks, place):
+    """Letters that a plain sentence names and does not deny; None if it names none at all."""
+    tokens = text.replace("/", " or ").replace(",", " , ").replace("&", " and ").split()
+    words = [token.strip("()[]{}*.:;!?,\"'") for token in tokens]
+    letters: set[str] = set()
+    is_denied = False
+    for i, word in enumerate(words):
+        if not _is_letter(words, tokens, i):
             continue
-        refused = any(
-            before.lower() in REFUSALS and (before.lower() != "no" or marks[at + 1] != ",")  # "no, B" corrects
-            for at, before in enumerate(words[:place])
-            if at >= place - 3
+        is_refused = any(
+            previous.lower() in REFUSALS and (previous.lower() != "no" or tokens[j + 1] != ",")  # "no, B" corrects
+            for j, previous in enumerate(words[:i])
+            if j >= i - 3
         )
-        refused |= words[place + 1 : place + 2] == ["is"] and not REFUSALS.isdisjoint(words[place + 2 : place + 3])
-        denied |= refused
-        named |= set() if refused else {word.upper()}
+        is_refused |= words[i + 1 : i + 2] == ["is"] and not REFUSALS.isdisjoint(words[i + 2 : i + 3])
+        is_denied |= is_refused
+        letters |= set() if is_refused else {word.upper()}
     doubts = {word.lower() for word in words} & {"or", "nor", "neither", "either"}
-    if denied and doubts:
+    if is_denied and doubts:
         return set()
-    return named if named or denied else None
+    return letters if letters or is_denied else None
 
 
-def _is_letter(words: list[str], marks: list[str], place: int) -> bool:
-    """Say whether a word is the letter of an option, and neither an article nor a pronoun."""
-    word, mark = words[place], marks[place]
+def _is_letter(words: list[str], tokens: list[str], i: int) -> bool:
+    """Whether a word is the letter of an option, and neither an article nor a pronoun."""
+    word, token = words[i], tokens[i]
     if len(word) != 1 or word.upper() not in LETTERS:
         return False
-    if "(" + word + ")" in mark or len(words) == 1 or (place and words[place - 1].lower() in CALLED - {"is", "are"}):
+    if "(" + word + ")" in token or len(words) == 1 or (i and words[i - 1].lower() in LETTER_CUES - {"is", "are"}):
         return True
-    following = words[place + 1] if place + 1 < len(words) else ""
-    if word in "AI" and len(following) > 1 and following.isalpha() and following.lower() not in AFTER_A:
+    following = words[i + 1] if i + 1 < len(words) else ""
+    if word in "AI" and len(following) > 1 and following.isalpha() and following.lower() not in AFTER_LETTER_A:
         return False
-    return word.isupper() and not (word == "I" and following in AFTER_A)
+    return word.isupper() and not (word == "I" and following in AFTER_LETTER_A)
 
 
-def whole_where_named(answers: Sequence[str]) -> Sequence[str]:
-    """Read the whole answer alone where it names letters: the end of `B is better than A` names another."""
+def whole_if_letters_named(answers: Sequence[str]) -> Sequence[str]:
+    """Only the whole answer if it names letters: the end of `B is better than A` names another."""
     return answers if named_letters(plain_text(answers[0])) is None else answers[:1]
 
 
@@ -215,31 +218,33 @@ def whole_where_named(answers: Sequence[str]) -> Sequence[str]:
 
 
 def read_truth(text: str) -> bool | None:
-    """Say whether a plain text says yes or no; None where it says neither, or both."""
-    found = words(text)
-    if not found:
+    """Whether a plain text says yes (True) or no (False); None if it says neither, or both."""
+    tokens = words(text)
+    if not tokens:
         return None
-    first, rest = found[0].strip(".:"), found[1:]
-    if first in DENIALS and first not in FALSE and rest and rest[0] in TRUE | FALSE:
-        return rest[0] in FALSE
-    if (first not in TRUE | FALSE) or (len(first) == 1 and rest):
+    first, following = tokens[0].strip(".:"), tokens[1:]
+    if first in DENIALS and first not in FALSE and following and following[0] in TRUE | FALSE:
+        return following[0] in FALSE
+    if (first not in TRUE | FALSE) or (len(first) == 1 and following):
         return None
     opposite = FALSE if first in TRUE else TRUE
-    torn = len(rest) > 1 and rest[0] in ("and", "or", "but") and rest[1] in opposite
-    stops = not rest or text[len(first) : len(first) + 1] in ",.;:!" or rest[0] in ("because", "since", "it")
-    return first in TRUE if stops and not torn else None
+    is_torn = len(following) > 1 and following[0] in ("and", "or", "but") and following[1] in opposite
+    is_complete = (
+        not following or text[len(first) : len(first) + 1] in ",.;:!" or following[0] in ("because", "since", "it")
+    )
+    return first in TRUE if is_complete and not is_torn else None
 
 
-def truth(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
-    """Compare answers of yes or no, true or false; None where one is neither, or gold has more than one word."""
-    wanted, given = read_truth(plain_text(gold)), read_truth(plain_text(answer))
-    if wanted is None or len(words(plain_text(gold))) > 1 or given is None:
+def same_truth(task: Task, gold: str, answer: str) -> RewardResult | None:  # noqa: ARG001
+    """Compare answers of yes or no, true or false; None if one is neither, or gold has more than one word."""
+    gold_truth, answer_truth = read_truth(plain_text(gold)), read_truth(plain_text(answer))
+    if gold_truth is None or len(words(plain_text(gold))) > 1 or answer_truth is None:
         return None
-    return verdict(wanted == given)
+    return right_if(gold_truth == answer_truth)
 
 
 def read_ratio(text: str) -> tuple[Fraction, ...] | None:
-    """Read the terms of `3:4` or `3 to 4`, the first made one; None where the text is no ratio."""
+    """Parse `3:4` or `3 to 4` -> the terms, divided by the first; None if the text is no ratio."""
     terms = text.replace(" to ", ":").split(":")
     numbers = [read_plain(term) for term in terms]
     if not 2 <= len(terms) <= 6 or any(number is None or number.value <= 0 for number in numbers):
@@ -248,120 +253,127 @@ def read_ratio(text: str) -> tuple[Fraction, ...] | None:
     return tuple(value / values[0] for value in values)
 
 
-def ratio(task: Task, gold: str, answer: str) -> Scored | None:  # noqa: ARG001
-    """Compare proportional terms; a fraction stands for a ratio of two. None where gold is no ratio."""
-    wanted, given = read_ratio(plain_text(gold)), read_ratio(plain_text(answer))
-    if wanted is None:
+def same_ratio(task: Task, gold: str, answer: str) -> RewardResult | None:  # noqa: ARG001
+    """Compare ratios; a fraction counts as a ratio of two terms. None if gold is no ratio."""
+    gold_ratio, answer_ratio = read_ratio(plain_text(gold)), read_ratio(plain_text(answer))
+    if gold_ratio is None:
         return None
-    fraction = read_plain(plain_text(answer)) if given is None else None
+    fraction = read_plain(plain_text(answer)) if answer_ratio is None else None
     if fraction is not None and fraction.value > 0:
-        given = (Fraction(1), 1 / fraction.value)
-    return None if given is None else verdict(wanted == given)
+        answer_ratio = (Fraction(1), 1 / fraction.value)
+    return None if answer_ratio is None else right_if(gold_ratio == answer_ratio)
 
 
 # Lists --------------------------------------------------------------------------------------------------
 
 
 def split_list(text: str) -> tuple[str, list[str]]:
-    """Take a list apart -> the brackets around it (`()`), its parts; one part where a text is no list."""
-    kind = ""
-    if len(text) > 2 and text[0] in OPENED and text[-1] in CLOSED and _one_pair(text):
-        kind, text = text[0] + text[-1], text[1:-1]
-    for sign in ("<", ">", "→", "->", ";"):
-        if sign in text:
-            return kind or (sign if sign != ";" else ""), _cut(text, sign)
+    """Split a list -> the brackets around it (`()`), its parts; a text that is no list is one part."""
+    brackets = ""
+    if len(text) > 2 and text[0] in OPENING and text[-1] in CLOSING and _is_one_pair(text):
+        brackets, text = text[0] + text[-1], text[1:-1]
+    for separator in ("<", ">", "→", "->", ";"):
+        if separator in text:
+            return brackets or (separator if separator != ";" else ""), _split_outside_brackets(text, separator)
     text = text.replace(", and ", ", ").replace(" and ", ", ").replace(" & ", ", ")
-    return kind, _cut(text, ", " if ", " in text else ",")
+    return brackets, _split_outside_brackets(text, ", " if ", " in text else ",")
 
 
-def other_brackets(kind: str, other: str, parts: int) -> bool:
-    """Say whether brackets mean different things: a point or an open interval, a closed one, a set of two."""
-    differ = bool(kind and other) and kind != other
-    return differ and bool({kind, other} & {"()", "(]", "[)"} or ({kind, other} == {"[]", "{}"} and parts == 2))
+def brackets_differ(gold_brackets: str, answer_brackets: str, parts: int) -> bool:
+    """Whether brackets mean different things: a point or an open interval, a closed one, a set of two."""
+    if not gold_brackets or not answer_brackets or gold_brackets == answer_brackets:
+        return False
+    both = {gold_brackets, answer_brackets}
+    return bool(both & {"()", "(]", "[)"}) or (both == {"[]", "{}"} and parts == 2)
 
 
-def _one_pair(text: str) -> bool:
-    """Say whether the bracket that opens the text is closed by its last character."""
+def _is_one_pair(text: str) -> bool:
+    """Whether the bracket that opens the text is closed by its last character."""
     depth = 0
-    for at, mark in enumerate(text):
-        depth += (mark in OPENED) - (mark in CLOSED)
+    for i, char in enumerate(text):
+        depth += (char in OPENING) - (char in CLOSING)
         if depth == 0:
-            return at == len(text) - 1
+            return i == len(text) - 1
     return False
 
 
-def _cut(text: str, sign: str) -> list[str]:
-    """Cut a text at a sign, but not within brackets."""
-    parts, depth, start, at = [], 0, 0, 0
-    while at < len(text):
-        depth += (text[at] in OPENED) - (text[at] in CLOSED)
-        if depth <= 0 and text.startswith(sign, at):
-            parts.append(text[start:at].strip())
-            start = at + len(sign)
-            at = start
+def _split_outside_brackets(text: str, separator: str) -> list[str]:
+    """Split a text at a separator, but not within brackets."""
+    parts, depth, start, i = [], 0, 0, 0
+    while i < len(text):
+        depth += (text[i] in OPENING) - (text[i] in CLOSING)
+        if depth <= 0 and text.startswith(separator, i):
+            parts.append(text[start:i].strip())
+            start = i + len(separator)
+            i = start
             continue
-        at += 1
+        i += 1
     return [*parts, text[start:].strip()]
 
 
-def same_list(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> Scored | None:
-    """Compare two lists part by part, each by the given rules.
+def same_list(task: Task, gold: str, answer: str, *, rules: Sequence[Rule]) -> RewardResult | None:
+    """Compare two lists part by part, each by `rules`.
 
-    Order counts where gold is a pair `(1, 2)`, where either is a chain `1 < 2`, or where the question asks for it. None
-    where gold is no list or a part can't be judged; wrong where brackets differ in what they may mean, as `(1, 2)` and
-    `[1, 2]` do.
+    Order matters if gold is a pair `(1, 2)`, if either is a chain `1 < 2`, or if the question asks for it. None if gold
+    is no list or a part can't be judged; wrong if the brackets mean different things, as in `(1, 2)` and `[1, 2]`.
     """
-    spelled = plain_text(gold)
-    kind, wanted = split_list(spelled)
-    given_kind, given = split_list(
-        plain_text(answer).replace(" or ", ", ") if " or " in spelled else plain_text(answer)
+    gold_text = plain_text(gold)
+    gold_brackets, gold_parts = split_list(gold_text)
+    answer_brackets, answer_parts = split_list(
+        plain_text(answer).replace(" or ", ", ") if " or " in gold_text else plain_text(answer)
     )
-    wanted = [part for whole in wanted for part in whole.split(" or ")]
-    if len(wanted) < 2 or not all(wanted):
+    gold_parts = [part for text in gold_parts for part in text.split(" or ")]
+    if len(gold_parts) < 2 or not all(gold_parts):
         return None
-    chains = [sign for sign in (kind, given_kind) if sign in ("<", ">", "→", "->")]
-    if len(wanted) != len(given) or other_brackets(kind, given_kind, len(wanted)) or len(set(chains)) > 1:
-        return verdict(False)
-    asked, declared = any(phrase in task.query.lower() for phrase in ORDERED), task.metadata.get("ordered")
-    in_order = bool(chains) or kind == "()" or bool(asked if declared is None else declared)
-    if len(wanted) > PARTS:
-        sides = [[bare(part) for part in side] for side in (wanted, given)]
-        return verdict(sides[0] == sides[1] if in_order else Counter(sides[0]) == Counter(sides[1]))
-    return _matched(task, wanted, given, rules, in_order)
+    chains = [sign for sign in (gold_brackets, answer_brackets) if sign in ("<", ">", "→", "->")]
+    if (
+        len(gold_parts) != len(answer_parts)
+        or brackets_differ(gold_brackets, answer_brackets, len(gold_parts))
+        or len(set(chains)) > 1
+    ):
+        return right_if(False)
+    is_asked, declared = any(phrase in task.query.lower() for phrase in ORDER_PHRASES), task.metadata.get("ordered")
+    in_order = bool(chains) or gold_brackets == "()" or bool(is_asked if declared is None else declared)
+    if len(gold_parts) > MAX_JUDGED_PARTS:
+        sides = [[bare(part) for part in side] for side in (gold_parts, answer_parts)]
+        return right_if(sides[0] == sides[1] if in_order else Counter(sides[0]) == Counter(sides[1]))
+    return _parts_match(task, gold_parts, answer_parts, rules, in_order)
 
 
-def _matched(task: Task, wanted: list[str], given: list[str], rules: Sequence[Rule], in_order: bool) -> Scored | None:
-    """Say right where every part of gold has one of the answer; None where a part could not be judged."""
-    left = list(range(len(given)))
-    unknown = False
-    for place, part in enumerate(wanted):
-        for other in [place] if in_order else left:
-            name, said = judge_by_rules(rules, task, part, (given[other],))
-            unknown |= name == "no rule"
-            if said.value:
-                left.remove(other)
+def _parts_match(
+    task: Task, gold_parts: list[str], answer_parts: list[str], rules: Sequence[Rule], in_order: bool
+) -> RewardResult | None:
+    """Right if every part of gold matches a different part of the answer; None if a part could not be judged."""
+    unmatched = list(range(len(answer_parts)))
+    is_unknown = False
+    for i, part in enumerate(gold_parts):
+        for j in [i] if in_order else unmatched:
+            name, result = judge_by_rules(rules, task, part, (answer_parts[j],))
+            is_unknown |= name == "no rule"
+            if result.value:
+                unmatched.remove(j)
                 break
         else:
-            return None if unknown else verdict(False)
-    return verdict(True)
+            return None if is_unknown else right_if(False)
+    return right_if(True)
 
 
 def list_rule(rules: Sequence[Rule]) -> Rule:
-    """Make the rule of lists whose parts are the same by one of the rules."""
+    """Make the rule of lists whose parts are compared by `rules`."""
     return Rule("list", lambda task, gold, answer: same_list(task, gold, answer, rules=rules))
 
 
 # The rules ----------------------------------------------------------------------------------------------
 
-TRUTH, RATIO = Rule("truth", truth), Rule("ratio", ratio)
-CHOICE = Rule("choice", choice, whole_where_named)
+TRUTH, RATIO = Rule("truth", same_truth), Rule("ratio", same_ratio)
+CHOICE = Rule("choice", same_choice, whole_if_letters_named)
 ELEMENTS = (EXACT, TRUTH, DATE, RATIO, NUMERIC, QUANTITY, TEXT)
 
 
 def school(*, close: Close = rounded) -> Reward:
-    """Give 1 where the final answer of an output is a gold answer by the rules of a school, else 0.
+    """Give 1 if the final answer of an output equals a gold answer by the rules of school answers, else 0.
 
-    `close` says when two numbers are the same.
+    `close(gold, answer)` decides whether two numbers count as equal.
     """
     elements = list_rule(ELEMENTS)
     return match_answers((EXACT, CHOICE, TRUTH, TIME, DATE, RATIO, numeric_rule(close), QUANTITY, elements, TEXT))

@@ -2,8 +2,8 @@
 
     "1.5 km"  "1500 metres"  "5 ft 3 in"  "1 h 30 min"  "$12.50"  "50 cents"  "20 °C"  "90 km/h"  "12 apples"
 
-Conversions are fractions. A unit that is not in the table is a noun, and nouns must be the same. A missing unit is
-forgiven where gold has none, or where the question names the unit of gold.
+Conversions are exact fractions. A unit that is not in the table is a noun, and nouns must be equal. A missing unit is
+forgiven if gold has none, or if the question names the unit of gold.
 """
 
 import itertools
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from flowgrpo.contracts import Scored
+from flowgrpo.contracts import RewardResult
 from flowgrpo.rewards.answers.extract import denies, hedges
-from flowgrpo.rewards.answers.match import Rule, named, same_number, verdict
-from flowgrpo.rewards.answers.numbers import PARTS, PERCENT, SCALES, SMALL, Number, read_plain
+from flowgrpo.rewards.answers.match import Rule, right_if, same_number, split_name
+from flowgrpo.rewards.answers.numbers import FRACTION_WORDS, PERCENT_SIGNS, SCALES, SMALL_NUMBERS, Number, read_plain
 from flowgrpo.rewards.answers.spelling import bare, peel, plain_text, singular
 from flowgrpo.types import Task
 
@@ -27,12 +27,13 @@ class Unit(NamedTuple):
     offset: Fraction = Fraction(0)
 
 
-MOST = 120  # characters of a quantity
-NOUN_WORDS = 4
-NO_NOUNS = {"bc", "bce", "hundred", "squared", "cubed", "factorial", "plus", "minus", "times", "than", *SCALES}
-NO_NOUNS |= {"if", "unless", "mod", "base", *SMALL}
-SHORT = {" per ": "/", " / ": "/", "/ ": "/", " squared": "^2", " cubed": "^3", "° ": "°"}
-TABLE: dict[str, list[tuple[str, str]]] = {  # dimension: factor and spellings; a spelling may stand in two dimensions
+MAX_CHARACTERS = 120  # of a quantity
+MAX_NOUN_WORDS = 4
+NOT_NOUNS = {"bc", "bce", "hundred", "squared", "cubed", "factorial", "plus", "minus", "times", "than", *SCALES}
+NOT_NOUNS |= {"if", "unless", "mod", "base", *SMALL_NUMBERS}
+REWRITES = {" per ": "/", " / ": "/", "/ ": "/", " squared": "^2", " cubed": "^3", "° ": "°"}
+# dimension -> factors and spellings; a spelling may occur in two dimensions
+UNIT_TABLE: dict[str, list[tuple[str, str]]] = {
     "length": [
         ("1/1000000000", "nm nanometer nanometre"),
         ("1/1000000", "µm um micrometer micrometre micron"),
@@ -125,235 +126,252 @@ CURRENCIES = ("us$", "$", "€", "£", "₹", "¥", "usd", "eur", "gbp", "inr", 
 
 
 def _spellings() -> dict[str, tuple[Unit, ...]]:
-    """List every spelling with what it can mean; words of three letters and more also in the plural."""
-    found: dict[str, tuple[Unit, ...]] = {}
-    rows = [(names, Unit(dimension, Fraction(factor))) for dimension, row in TABLE.items() for factor, names in row]
+    """Every spelling -> the units that it can mean; words of three letters or more also in the plural."""
+    units_by_spelling: dict[str, tuple[Unit, ...]] = {}
+    rows = [
+        (names, Unit(dimension, Fraction(factor))) for dimension, row in UNIT_TABLE.items() for factor, names in row
+    ]
     for names, unit in rows + list(TEMPERATURES.items()):
         for name in names.split():
             plural = (name + "s",) if len(name) > 2 and name.isascii() and name[-1].isalpha() else ()
             for spelling in (name, *plural):
-                found[spelling] = (*found.get(spelling, ()), unit)
-    return found
+                units_by_spelling[spelling] = (*units_by_spelling.get(spelling, ()), unit)
+    return units_by_spelling
 
 
 SPELLINGS = _spellings()
-LOWER = {spelling.lower(): units for spelling, units in reversed(SPELLINGS.items())}
+LOWERCASE_SPELLINGS = {spelling.lower(): units for spelling, units in reversed(SPELLINGS.items())}
 
 
 # Quantities ---------------------------------------------------------------------------------------------
 class Quantity(NamedTuple):
-    """A number as it was written; its units, of which a spelling may have several; or else its noun."""
+    """A number with a unit or a noun."""
 
     number: Number
-    units: tuple[Unit, ...] = ()
-    noun: str = ""
+    units: tuple[Unit, ...] = ()  # all that the spelling can mean
+    noun: str = ""  # if the spelling is no unit
     spelling: str = ""
 
 
 def units_of(text: str) -> tuple[Unit, ...]:
-    """Look up the units that a spelling can mean; empty where it is in no table."""
+    """Units that a spelling can mean; empty if it is not in the table."""
     text = text.strip().rstrip(".")
     text = text.replace("**", "^").replace("^{2}", "^2").replace("^{3}", "^3").replace(" ^", "^")
-    for spelled, short in SHORT.items():
-        text = text.replace(spelled, short)
+    for words, short in REWRITES.items():
+        text = text.replace(words, short)
     if text.startswith("degrees "):
         text = text.replace("degrees ", "degree-", 1)
-    numerator, slash, rest = text.partition("/")
-    parts = [_one(part.strip()) for part in (numerator, *rest.split("/"))] if slash else [text.replace(" ", "-")]
-    worded = f"{'square' if text[-1:] == '2' else 'cubic'}-{text[:-2]}" if text.endswith(("^2", "^3")) else ""
-    for name in ("/".join(parts), text[:-1] if text[-1:] in ("2", "3") else "", worded):
+    numerator, slash, denominators = text.partition("/")
+    parts = [text.replace(" ", "-")]
+    if slash:
+        parts = [_singular_part(part.strip()) for part in (numerator, *denominators.split("/"))]
+    spelled_out = f"{'square' if text[-1:] == '2' else 'cubic'}-{text[:-2]}" if text.endswith(("^2", "^3")) else ""
+    for name in ("/".join(parts), text[:-1] if text[-1:] in ("2", "3") else "", spelled_out):
         powered = f"{name}^{text[-1]}" if name == text[:-1] and name else name
-        if powered and (powered in SPELLINGS or powered.lower() in LOWER):
-            return SPELLINGS.get(powered) or LOWER[powered.lower()]
+        if powered and (powered in SPELLINGS or powered.lower() in LOWERCASE_SPELLINGS):
+            return SPELLINGS.get(powered) or LOWERCASE_SPELLINGS[powered.lower()]
     return ()
 
 
-def _one(part: str) -> str:
-    """Put a part of a compound unit into the singular: `kilometres` of `kilometres per hour`."""
+def _singular_part(part: str) -> str:
+    """Singular of a part of a compound unit: `kilometres` of `kilometres per hour`."""
     return part[:-1] if len(part) > 3 and part.endswith("s") else part
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    """Split a formula from its unit: `60\\pi \\text{ cm}^2` -> (`60\\pi`, `cm^2`); no unit where it has none.
+    """Split a formula from its unit: `60\\pi \\text{ cm}^2` -> (`60\\pi`, `cm^2`); the unit is "" if it has none.
 
-    In `\\text{}` any unit or noun is one, elsewhere only a unit of two letters or more: a single one is a variable.
+    In `\\text{}` any unit or noun counts, elsewhere only a unit of two letters or more: a single letter is a variable.
     """
-    text = peel(text[:MOST])
-    at, wrapper = max((text.rfind(wrapper), wrapper) for wrapper in UNIT_WRAPPERS)
-    inside, _, power = text[at + len(wrapper) :].partition("}") if at > 0 else ("", "", "")
+    text = peel(text[:MAX_CHARACTERS])
+    start, wrapper = max((text.rfind(wrapper), wrapper) for wrapper in UNIT_WRAPPERS)
+    inside, _, power = text[start + len(wrapper) :].partition("}") if start > 0 else ("", "", "")
     power = power.replace("²", "^2").replace("³", "^3").strip("$ {}").replace("{", "")
     unit = plain_text(inside) + power
-    if at > 0 and power in ("", "^2", "^3") and (units_of(unit) or (_is_noun(unit.split()) and not hedges(unit))):
-        return peel(text[:at]), unit
+    if start > 0 and power in ("", "^2", "^3") and (units_of(unit) or (_is_noun(unit.split()) and not hedges(unit))):
+        return peel(text[:start]), unit
     plain = plain_text(text)
-    percent = next((sign for sign in PERCENT if plain.endswith(sign) and len(plain) > len(sign)), "")
+    percent = next((sign for sign in PERCENT_SIGNS if plain.endswith(sign) and len(plain) > len(sign)), "")
     if percent:
         return peel(plain[: -len(percent)]), "%"
     if plain.startswith(CURRENCIES) and plain.count("$") < 2:
         sign = next(sign for sign in CURRENCIES if plain.startswith(sign))
         return peel(plain[len(sign) :]), sign
-    for at in _borders(plain):
-        unit = plain[at:]
-        signed = unit[1:2].isalpha() if unit[0].isalpha() else plain.count("$") < 2 or unit[0] != "$"
-        angle = any(name in plain for name in ("sin", "cos", "tan"))  # of which the unit belongs to the argument
-        if signed and not angle and (units_of(unit) or unit.lower() in ANY_UNIT):
-            return peel(plain[:at]), unit
+    for start in _unit_starts(plain):
+        unit = plain[start:]
+        is_unit = unit[1:2].isalpha() if unit[0].isalpha() else plain.count("$") < 2 or unit[0] != "$"
+        is_trigonometric = any(name in plain for name in ("sin", "cos", "tan"))  # whose argument has the unit
+        if is_unit and not is_trigonometric and (units_of(unit) or unit.lower() in ANY_UNIT):
+            return peel(plain[:start]), unit
     return text, ""
 
 
 def same_unit(unit: str, other: str) -> bool:
-    """Say whether two spellings mean one unit, or the same noun; "units" are of any kind."""
+    """Whether two spellings mean the same unit or noun; "units" match any."""
     if unit.lower() in ANY_UNIT or other.lower() in ANY_UNIT:
         return "%" not in (unit, other)
     units, others = units_of(unit), units_of(other)
     if units and others:
-        degrees = {"angle", "temperature"} == {kind.dimension for kind in (*units, *others)}
-        return bool(set(units) & set(others)) or degrees
+        are_degrees = {"angle", "temperature"} == {kind.dimension for kind in (*units, *others)}
+        return bool(set(units) & set(others)) or are_degrees
     return not units and not others and bare(unit) == bare(other)
 
 
 def read_quantity(text: str) -> Quantity | None:
-    """Read the quantity that a whole plain text is; a number alone is one without a unit."""
-    if not text or len(text) > MOST:
+    """Parse a whole plain text as a quantity; a number alone is one without a unit."""
+    if not text or len(text) > MAX_CHARACTERS:
         return None
     for words in (" of a ", " of an ", " of the "):
         text = text.replace(words, " ")
-    return _money(text) or _one_quantity(text) or _compound(text)
+    return _money_amount(text) or _single(text) or _compound(text)
 
 
-def _money(text: str) -> Quantity | None:
-    """Read `$5`, `-$5`, `US$ 5`, `USD 5`."""
-    negative = text.startswith("-")
-    amount = text[negative:].strip()
+def _money_amount(text: str) -> Quantity | None:
+    """Parse `$5`, `-$5`, `US$ 5`, `USD 5`."""
+    is_negative = text.startswith("-")
+    amount = text[is_negative:].strip()
     for sign in CURRENCIES:
         if amount.lower().startswith(sign):
-            after = amount[len(sign) :].strip()
+            number_text = amount[len(sign) :].strip()
             for ending in (" " + sign, " dollars", " euros", " pounds"):  # `$5 dollars`
-                after = after.removesuffix(ending)
-            number = read_plain(after)
-            return number and Quantity(number.scaled(-1 if negative else 1), units_of(sign.rstrip(".")), spelling=sign)
+                number_text = number_text.removesuffix(ending)
+            number = read_plain(number_text)
+            return number and Quantity(
+                number.scaled(-1 if is_negative else 1), units_of(sign.rstrip(".")), spelling=sign
+            )
     return None
 
 
-def _one_quantity(text: str) -> Quantity | None:
-    """Read a number, then a unit or a noun or nothing."""
+def _single(text: str) -> Quantity | None:
+    """Parse a number, then a unit, a noun or nothing."""
     number = read_plain(text)
     if number is not None:
         return Quantity(number)
-    for at in _borders(text):
-        units = units_of(text[at:])
-        number = read_plain(text[:at].strip().removesuffix("-")) if units else None
+    for start in _unit_starts(text):
+        units = units_of(text[start:])
+        number = read_plain(text[:start].strip().removesuffix("-")) if units else None
         if number is not None:
-            return Quantity(number, units, spelling=text[at:].strip())
-    return _with_noun(text)
+            return Quantity(number, units, spelling=text[start:].strip())
+    return _counted_noun(text)
 
 
-def _borders(text: str) -> Iterator[int]:
-    """Yield each index of the text at which a unit may begin."""
-    for at in range(1, len(text)):
-        before, mark = text[at - 1], text[at]
-        begins = mark.isalpha() or mark in "°$€£¥₹¢\"'"
-        if begins and not before.isalpha() and before not in "°/^\\{":
-            yield at
+def _unit_starts(text: str) -> Iterator[int]:
+    """Yield each index at which a unit may begin."""
+    for i in range(1, len(text)):
+        previous, char = text[i - 1], text[i]
+        is_start = char.isalpha() or char in "°$€£¥₹¢\"'"
+        if is_start and not previous.isalpha() and previous not in "°/^\\{":
+            yield i
 
 
-def _with_noun(text: str) -> Quantity | None:
-    """Read `12 apples`: a number, and a few words that are no unit."""
+def _counted_noun(text: str) -> Quantity | None:
+    """Parse `12 apples`: a number, and a few words that are no unit."""
     if denies(text) or hedges(text):
         return None
-    for at in _borders(text):
-        noun, number = text[at:], read_plain(text[:at].strip())
+    for start in _unit_starts(text):
+        noun, number = text[start:], read_plain(text[:start].strip())
         words = noun.replace("-", " ").split()
-        if number is not None and len(words) <= NOUN_WORDS and _is_noun(words):
+        if number is not None and len(words) <= MAX_NOUN_WORDS and _is_noun(words):
             return Quantity(number, noun=bare(noun), spelling=noun)
     return None
 
 
 def _is_noun(words: list[str]) -> bool:
-    """Say whether words count something; what makes another number of it, as `squared` does, is none."""
+    """Whether words are a noun that is counted; words that change the number, such as `squared`, are not."""
     lower = [word.lower() for word in words]
-    nouns = (word.isalpha() and word not in NO_NOUNS and singular(word) not in PARTS for word in lower)
+    nouns = (word.isalpha() and word not in NOT_NOUNS and singular(word) not in FRACTION_WORDS for word in lower)
     return all(nouns) and all(len(word) > 1 or word == "a" for word in lower)
 
 
 def _compound(text: str) -> Quantity | None:
-    """Read `5 ft 3 in`, `1 hour and 30 minutes`: from large to small, of one dimension."""
+    """Parse `5 ft 3 in`, `1 hour and 30 minutes`: units of one dimension, from large to small."""
     pieces = _pieces(text.replace(" and ", " ").replace(",", " ").replace("'", "' ").removeprefix("-"))
     if not 2 <= len(pieces) <= 4:
         return None
-    quantities = [_one_quantity(piece) for piece in pieces]
-    if any(one is None or not one.units for one in quantities):
+    quantities = [_single(piece) for piece in pieces]
+    if any(quantity is None or not quantity.units for quantity in quantities):
         return None
-    units = [one.units[0] for one in quantities if one is not None]
-    falling = all(big.factor > small.factor for big, small in itertools.pairwise(units))
-    if not falling or len({unit.dimension for unit in units}) > 1 or units[0].offset:
+    units = [quantity.units[0] for quantity in quantities if quantity is not None]
+    is_descending = all(big.factor > small.factor for big, small in itertools.pairwise(units))
+    if not is_descending or len({unit.dimension for unit in units}) > 1 or units[0].offset:
         return None
-    total = sum((one.number.value * one.units[0].factor for one in quantities if one is not None), Fraction(0))
+    total = sum(
+        (quantity.number.value * quantity.units[0].factor for quantity in quantities if quantity is not None),
+        Fraction(0),
+    )
     sign = -1 if text.startswith("-") else 1
     return Quantity(Number(sign * total), (Unit(units[0].dimension, Fraction(1)),), spelling=text)
 
 
 def _pieces(text: str) -> list[str]:
-    """Cut a text before each digit that follows a unit."""
+    """Split a text before each digit that follows a unit."""
     starts = [0]
-    seen = False
-    for at, mark in enumerate(text):
-        if mark.isdigit() and seen and text[at - 1] in " '":
-            starts.append(at)
-            seen = False
-        seen |= mark.isalpha() or mark in "'\""
+    is_after_unit = False
+    for i, char in enumerate(text):
+        if char.isdigit() and is_after_unit and text[i - 1] in " '":
+            starts.append(i)
+            is_after_unit = False
+        is_after_unit |= char.isalpha() or char in "'\""
     return [text[start:end].strip() for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
 
 
-def same_quantity(task: Task, gold: str, answer: str) -> Scored | None:
-    """Compare two amounts in units of one dimension; None where one of the two is no quantity."""
-    (gold_name, gold), (name, answer) = named(plain_text(gold)), named(plain_text(answer))
-    wanted, given = read_quantity(gold), read_quantity(answer)
-    if wanted is None or given is None or (name != gold_name and name and gold_name):
+def same_quantity(task: Task, gold: str, answer: str) -> RewardResult | None:
+    """Compare two quantities of one dimension; None if one of the two is no quantity."""
+    (gold_name, gold), (answer_name, answer) = split_name(plain_text(gold)), split_name(plain_text(answer))
+    gold_quantity, answer_quantity = read_quantity(gold), read_quantity(answer)
+    if gold_quantity is None or answer_quantity is None or (answer_name != gold_name and answer_name and gold_name):
         return None
-    if wanted.number.doubtful and given.number.doubtful and not wanted.units:
+    if gold_quantity.number.doubtful and answer_quantity.number.doubtful and not gold_quantity.units:
         return None
-    if not wanted.units or not given.units:
-        return _without_unit(task, wanted, given)
-    return verdict(any(_converted(task, wanted, one, given, other) for one in wanted.units for other in given.units))
+    if not gold_quantity.units or not answer_quantity.units:
+        return _compare_without_unit(task, gold_quantity, answer_quantity)
+    return right_if(
+        any(
+            _is_equal_in(task, gold_quantity, gold_unit, answer_quantity, answer_unit)
+            for gold_unit in gold_quantity.units
+            for answer_unit in answer_quantity.units
+        )
+    )
 
 
-def _without_unit(task: Task, wanted: Quantity, given: Quantity) -> Scored | None:
-    """Compare two amounts of which one has no unit of the table."""
-    same = same_number(task, wanted.number, given.number)
-    if wanted.number.percent and given.units:
-        return verdict(False)
-    if wanted.units or wanted.noun:
-        if given.noun:
-            return verdict(same and given.noun == wanted.noun)
-        if given.units:
-            return verdict(False)
-        if wanted.units and not _asked(task.query, wanted):
-            return Scored(0.0, f"the unit is missing: {wanted.spelling}")
-    return verdict(same)
+def _compare_without_unit(task: Task, gold: Quantity, answer: Quantity) -> RewardResult | None:
+    """Compare two quantities of which one has no unit of the table."""
+    is_same = same_number(task, gold.number, answer.number)
+    if gold.number.percent and answer.units:
+        return right_if(False)
+    if gold.units or gold.noun:
+        if answer.noun:
+            return right_if(is_same and answer.noun == gold.noun)
+        if answer.units:
+            return right_if(False)
+        if gold.units and not _query_names_unit(task.query, gold):
+            return RewardResult(0.0, f"the unit is missing: {gold.spelling}")
+    return right_if(is_same)
 
 
-def _asked(query: str, wanted: Quantity) -> bool:
-    """Say whether the question names the unit of gold, so that an answer need not."""
-    marks = "".join(mark if mark.isalnum() or mark in "/^°$€£¥₹%" else " " for mark in query[: MOST * 20]).split()
-    spelled = {unit for word in marks for unit in units_of(word.rstrip("."))} | {
-        unit for mark in CURRENCIES if mark in query for unit in units_of(mark)
+def _query_names_unit(query: str, gold: Quantity) -> bool:
+    """Whether the question names the unit of gold, so that an answer need not."""
+    words = "".join(
+        char if char.isalnum() or char in "/^°$€£¥₹%" else " " for char in query[: MAX_CHARACTERS * 20]
+    ).split()
+    units = {unit for word in words for unit in units_of(word.rstrip("."))} | {
+        unit for char in CURRENCIES if char in query for unit in units_of(char)
     }
-    return bool(spelled & set(wanted.units))
+    return bool(units & set(gold.units))
 
 
-def _converted(task: Task, wanted: Quantity, one: Unit, given: Quantity, other: Unit) -> bool:
-    """Say whether two amounts are equal in the unit of the answer; one unit of money is not rounded."""
-    if one.dimension != other.dimension:
+def _is_equal_in(task: Task, gold: Quantity, gold_unit: Unit, answer: Quantity, answer_unit: Unit) -> bool:
+    """Whether two quantities are equal in the unit of the answer; money is never rounded."""
+    if gold_unit.dimension != answer_unit.dimension:
         return False
-    if one.dimension in MONEY:
-        return wanted.number.value * one.factor == given.number.value * other.factor
-    if one == other:
-        return same_number(task, wanted.number, given.number)
-    target = (wanted.number.value * one.factor + one.offset - other.offset) / other.factor
-    number = given.number
-    off = abs(target - number.value)
-    return off == 0 or (number.decimals >= 2 and number.digits >= 3 and 2 * off <= (number.step or 0))
+    if gold_unit.dimension in MONEY:
+        return gold.number.value * gold_unit.factor == answer.number.value * answer_unit.factor
+    if gold_unit == answer_unit:
+        return same_number(task, gold.number, answer.number)
+    target = (gold.number.value * gold_unit.factor + gold_unit.offset - answer_unit.offset) / answer_unit.factor
+    number = answer.number
+    error = abs(target - number.value)
+    return error == 0 or (number.decimals >= 2 and number.digits >= 3 and 2 * error <= (number.step or 0))
 
 
 QUANTITY = Rule("quantity", same_quantity)

@@ -1,15 +1,14 @@
-"""Code judged by tests: `code` makes the reward, the share of a task's tests that the code in an answer passes.
+"""Code judged by tests: `code` makes the reward, the fraction of a task's tests that the code in an answer passes.
 
-`task.metadata["tests"]` is a list (or one alone) of
+`task.metadata["tests"]` is a list (or a single one) of
 
-    {"stdin": "2 3\\n", "stdout": "5\\n"}                    the program's output is compared, outside of its process
+    {"stdin": "2 3\\n", "stdout": "5\\n"}                    the program's output is compared, outside its process
     {"call": "f(2, 3)", "equals": 5}                        or {"function": "f", "arguments": [2, 3], "keywords": {}, …}
-    "assert f(2, 3) == 5"                                   Python source; `split_tests` says what it may hold
+    "assert f(2, 3) == 5"                                   Python source; `split_tests` says what is supported
 
-and `task.metadata["entry_point"]`, where there is one, names the function that is tested. No process in which the
-model's code runs is trusted: it holds no expected value and gives no verdict. All calls of a task share one run; each
-stdin has one of its own. What the policy caused is a value with a reason; tests that are missing or can't be used, and
-a sandbox that failed, are invalid.
+and `task.metadata["entry_point"]`, if present, names the tested function. No process in which the model's code runs is
+trusted: it has no expected value and gives no verdict. All calls of a task share one run; each stdin has its own. A
+failure that the policy caused is a value with a reason; missing or unusable tests and a failed sandbox are invalid.
 """
 
 import math
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from flowgrpo.contracts import Reward, Scored
+from flowgrpo.contracts import Reward, RewardResult
 from flowgrpo.rewards.code.blocks import find_code
 from flowgrpo.rewards.code.child import is_close
 from flowgrpo.rewards.code.runner import (
@@ -36,59 +35,62 @@ from flowgrpo.rewards.combine import threaded
 from flowgrpo.sandbox import Limits, Sandbox, SandboxFailure
 from flowgrpo.types import BadInput, Task
 
-LONGEST_CODE = 1 << 20  # characters
-# Takes linear time, because no digit can be matched in two ways.
+MAX_CODE = 1 << 20  # characters
+# Linear time, because no digit can be matched in two ways.
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
-class _Case(NamedTuple):
-    """A program's input and the output that is expected of it."""
+class _StdinTest(NamedTuple):
+    """A program's input and expected output."""
 
     stdin: str
     stdout: str
 
 
-def share_passed(passed: int, tests: int) -> float:
-    """Give partial credit: the share of the tests that were passed."""
+def fraction_passed(passed: int, tests: int) -> float:
+    """Fraction of the tests that were passed."""
     return passed / tests
 
 
 def code(
     sandbox: Sandbox,
     *,
-    credit: Callable[[int, int], float] = share_passed,
+    value_of: Callable[[int, int], float] = fraction_passed,
     tolerance: float = 1e-6,
     limits: Limits = Limits(),  # noqa: B008
-    patience: int = 2,
+    max_failed_runs: int = 2,
     workers: int = 1,
 ) -> Reward:
     """Make the reward of code that passes its task's tests.
 
-    `credit` makes a value of the number of tests passed and of all; `tolerance` is for floats in outputs and in
-    `equals`, relative to the number expected, and absolute where that is 0; `limits` are those of one run; after
-    `patience` runs of an answer that hung or died, its remaining tests fail unseen; `score_many` judges `workers`
-    answers at once.
+    Args:
+        sandbox: Where the code and the tests run.
+        value_of: Maps (number of tests passed, number of tests) to the reward's value.
+        tolerance: For floats in outputs and in `equals`: relative to the expected number, absolute if that is 0.
+        limits: Of one run.
+        max_failed_runs: Once this many runs of an answer hung or died, its remaining tests fail without being run.
+        workers: Answers that `score_many` judges concurrently.
     """
     if not (math.isfinite(tolerance) and tolerance >= 0):
         raise BadInput(f"code: tolerance is {tolerance}, but must be 0 or more")
-    if patience < 1 or workers < 1:
-        raise BadInput(f"code: patience is {patience} and workers {workers}, but both must be at least 1")
-    settings = CodeSettings(sandbox, tolerance, limits, patience)
+    if max_failed_runs < 1 or workers < 1:
+        raise BadInput(f"code: max_failed_runs is {max_failed_runs} and workers {workers}, but both must be at least 1")
+    settings = CodeSettings(sandbox, tolerance, limits, max_failed_runs)
 
-    def score(task: Task, output: str) -> Scored:
+    def score(task: Task, output: str) -> RewardResult:
         try:
             verdicts = _judge(task, output, settings)
         except SandboxFailure as error:
-            return Scored(None, f"the sandbox failed: {error}")
+            return RewardResult(None, f"the sandbox failed: {error}")
         except BadTests as error:
-            return Scored(None, f"task {task.id!r}: {error}")
+            return RewardResult(None, f"task {task.id!r}: {error}")
         if isinstance(verdicts, str):
-            return Scored(0.0, verdicts)
+            return RewardResult(0.0, verdicts)
         passed = sum(verdict.passed for verdict in verdicts)
-        faults = [verdict.why for verdict in verdicts if not verdict.passed]
-        reason = f"{passed} of {len(verdicts)} tests passed" + (f"; {faults[0]}" if faults else "")
+        failures = [verdict.reason for verdict in verdicts if not verdict.passed]
+        reason = f"{passed} of {len(verdicts)} tests passed" + (f"; {failures[0]}" if failures else "")
         parts = {"passed": float(passed), "tests": float(len(verdicts))}
-        return Scored(credit(passed, len(verdicts)), reason, parts)
+        return RewardResult(value_of(passed, len(verdicts)), reason, parts)
 
     return threaded(score, workers)
 
@@ -100,16 +102,16 @@ def _judge(task: Task, output: str, settings: CodeSettings) -> list[CodeVerdict]
     source = find_code(output, lambda: names_called(plan), lambda sources: describe(sources, settings))
     if not source.strip():
         return "there is no code in the answer"
-    if len(source) > LONGEST_CODE:
+    if len(source) > MAX_CODE:
         return "the code is too long"
-    return judge_cases(source, cases, settings) + judge_calls(source, plan, settings)
+    return judge_stdin_tests(source, cases, settings) + judge_calls(source, plan, settings)
 
 
 # Tests ---------------------------------------------------------------------------------------------------
 
 
-def read_tests(task: Task) -> tuple[list[_Case], list[str | Mapping]]:
-    """Read a task's tests -> those by stdin, and those by calls and asserts."""
+def read_tests(task: Task) -> tuple[list[_StdinTest], list[str | Mapping]]:
+    """A task's tests -> those by stdin, those by calls and asserts."""
     tests = task.metadata.get("tests")
     if tests is None:
         raise BadTests("it has no tests; give it a field `tests`")
@@ -118,10 +120,10 @@ def read_tests(task: Task) -> tuple[list[_Case], list[str | Mapping]]:
         if isinstance(test, str) or (isinstance(test, Mapping) and (test.get("call") or test.get("function"))):
             calls.append(test)
         elif isinstance(test, Mapping) and isinstance(test.get("stdout"), str):
-            given = test.get("stdin") or ""
-            if not isinstance(given, str):
+            stdin = test.get("stdin") or ""
+            if not isinstance(stdin, str):
                 raise BadTests(f"stdin of test {number} must be a text")
-            cases.append(_Case(given, test["stdout"]))
+            cases.append(_StdinTest(stdin, test["stdout"]))
         else:
             raise BadTests(f"test {number} must be source with asserts, or have stdout (and stdin), or call and equals")
     if not cases and not calls:
@@ -132,50 +134,54 @@ def read_tests(task: Task) -> tuple[list[_Case], list[str | Mapping]]:
 # By stdin and stdout ------------------------------------------------------------------------------------
 
 
-def judge_cases(source: str, cases: Sequence[_Case], settings: CodeSettings) -> list[CodeVerdict]:
-    """Run the code on each input; after too many that hung, the rest fail unseen."""
-    verdicts, hung = [], 0
+def judge_stdin_tests(source: str, cases: Sequence[_StdinTest], settings: CodeSettings) -> list[CodeVerdict]:
+    """Run the code on each input; after `max_failed_runs` that hung, the others fail without being run."""
+    verdicts, hung_count = [], 0
     for number, case in enumerate(cases, 1):
-        if hung >= settings.patience:
-            verdicts.append(CodeVerdict(False, f"test {number} wasn't run: the program hung in {hung} others"))
+        if hung_count >= settings.max_failed_runs:
+            verdicts.append(CodeVerdict(False, f"test {number} wasn't run: the program hung in {hung_count} others"))
             continue
-        room = max(settings.limits.output_bytes, 2 * len(case.stdout.encode()) + 4096)
-        ran = settings.sandbox.run(source, stdin=case.stdin, limits=replace(settings.limits, output_bytes=room))
-        hung += ran.ended == "timeout"
-        if ran.ended != "exited":
-            verdicts.append(CodeVerdict(False, f"test {number} {ENDINGS[ran.ended]}"))
-        elif ran.code != 0:
-            last = (ran.stderr.strip().splitlines() or [""])[-1][:200]
-            verdicts.append(CodeVerdict(False, f"test {number} ended with code {ran.code}: {last}"))
+        max_output = max(settings.limits.output_bytes, 2 * len(case.stdout.encode()) + 4096)
+        result = settings.sandbox.run(
+            source, stdin=case.stdin, limits=replace(settings.limits, output_bytes=max_output)
+        )
+        hung_count += result.ending == "timeout"
+        if result.ending != "exited":
+            verdicts.append(CodeVerdict(False, f"test {number} {ENDINGS[result.ending]}"))
+        elif result.code != 0:
+            last_line = (result.stderr.strip().splitlines() or [""])[-1][:200]
+            verdicts.append(CodeVerdict(False, f"test {number} ended with code {result.code}: {last_line}"))
         else:
-            same = same_output(ran.stdout, case.stdout, settings.tolerance)
-            verdicts.append(CodeVerdict(same, f"test {number} printed something else: {ran.stdout[:80]!r}"))
+            is_same = same_output(result.stdout, case.stdout, settings.tolerance)
+            verdicts.append(CodeVerdict(is_same, f"test {number} printed something else: {result.stdout[:80]!r}"))
     return verdicts
 
 
-def same_output(found: str, expected: str, tolerance: float) -> bool:
+def same_output(output: str, expected: str, tolerance: float) -> bool:
     """Compare line by line and word by word, without white space at the ends; floats may differ by the tolerance.
 
-    It ends at the first difference and holds one line at a time, so that what a program prints costs no more than what
-    is expected.
+    It stops at the first difference and has one line in memory at a time, so the cost is bounded by the expected output
+    and not by what a program prints.
     """
-    found, expected = found.rstrip(), expected.rstrip()
-    if found == expected or found.count("\n") != expected.count("\n"):
-        return found == expected
-    pairs = zip(lines_of(found), lines_of(expected), strict=True)
-    return all(_same_line(given, wanted, tolerance) for given, wanted in pairs)
+    output, expected = output.rstrip(), expected.rstrip()
+    if output == expected or output.count("\n") != expected.count("\n"):
+        return output == expected
+    pairs = zip(lines_of(output), lines_of(expected), strict=True)
+    return all(_same_line(line, expected_line, tolerance) for line, expected_line in pairs)
 
 
-def _same_line(found: str, expected: str, tolerance: float) -> bool:
-    wanted = expected.split()
-    words = found.split(None, len(wanted))  # one more than expected holds all the rest
-    pairs = zip(words, wanted, strict=False)
-    return len(words) == len(wanted) and all(_same_word(word, other, tolerance) for word, other in pairs)
+def _same_line(line: str, expected: str, tolerance: float) -> bool:
+    expected_words = expected.split()
+    words = line.split(None, len(expected_words))  # a word too many has everything after the expected ones
+    pairs = zip(words, expected_words, strict=False)
+    return len(words) == len(expected_words) and all(
+        _same_word(word, expected_word, tolerance) for word, expected_word in pairs
+    )
 
 
-def _same_word(found: str, expected: str, tolerance: float) -> bool:
-    if found == expected:
+def _same_word(word: str, expected: str, tolerance: float) -> bool:
+    if word == expected:
         return True
-    if not (NUMBER.fullmatch(found) and NUMBER.fullmatch(expected)) or expected.lstrip("+-").isdigit():
+    if not (NUMBER.fullmatch(word) and NUMBER.fullmatch(expected)) or expected.lstrip("+-").isdigit():
         return False
-    return is_close(float(found), float(expected), tolerance)
+    return is_close(float(word), float(expected), tolerance)

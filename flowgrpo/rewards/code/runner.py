@@ -1,11 +1,11 @@
-"""Code judged by calls: `split_plan` splits a task's tests, `judge_calls` gives a verdict for each check of the plan.
+"""Code judged by calls: `split_plan` splits a task's tests, `judge_calls` returns a verdict for each check of the plan.
 
-    given values -> the candidate's run: steps -> values (claims, as text) -> the tests' run: checks -> verdicts
+    inputs -> the candidate's run: steps -> values (claims, as text) -> the tests' run: checks -> verdicts
 
-The runs are programs of `child.py`, each in a sandbox of its own; what the candidate's run wrote is only cut into lines
-here, and read in the tests' run, so a hostile value can at worst fail its check and those after it: where a line of the
-tests' own fails beside such values, but not without them, it is the candidate's loss. A step that hangs or ends the
-process is lost, and the steps after it go on in a new run, with the statements before them.
+The runs are programs of `child.py`, each in its own sandbox. The output of the candidate's run is only split into lines
+here, and decoded in the tests' run, so a hostile value can at worst fail its check and later ones: if one of the tests'
+own lines fails with these values, but not without them, the check fails. A step that hangs or ends the process is lost;
+the steps after it are run in a new process, with the statements before them.
 """
 
 import ast
@@ -24,10 +24,10 @@ from flowgrpo.rewards.code import child
 from flowgrpo.rewards.code.blocks import Block, read_blocks
 from flowgrpo.rewards.code.split_scope import SplitPlan, free_names
 from flowgrpo.rewards.code.split_tests import split_sources
-from flowgrpo.sandbox import Limits, Ran, Sandbox, SandboxFailure
+from flowgrpo.sandbox import Limits, RunResult, Sandbox, SandboxFailure
 from flowgrpo.types import BadInput, Task
 
-VALUE_BYTES = 8 << 20  # of all that the calls of a task return
+MAX_VALUE_BYTES = 8 << 20  # of all values that the calls of a task return
 ENDINGS = {
     "timeout": "ran out of time",
     "memory": "used too much memory",
@@ -35,55 +35,55 @@ ENDINGS = {
     "signal": "was killed by a signal",
     "exited": "ended the process",
 }
-LONGEST_NAMES = 16_384  # characters of a record of an exception
-CODE, STATEMENT, NO_CHILD = -1, -2, -3  # numbers of records that are no values
-GIVEN = re.compile(r"__given__\((\d+)\)")
+MAX_NAMES = 16_384  # characters of the class names of an exception
+CODE, STATEMENT, NO_CHILD = -1, -2, -3  # numbers of records that are not values
+INPUT_REFERENCE = re.compile(r"__given__\((\d+)\)")
 
 
 class BadTests(BadInput):
-    """The tests of a task can't be used; no fault of the answer."""
+    """The tests of a task can't be used, which is no fault of the answer."""
 
 
 @dataclass(frozen=True)
 class CodeSettings:
-    """Settings of how code is judged."""
+    """How code is judged; the fields are explained at `code`."""
 
     sandbox: Sandbox
     tolerance: float
     limits: Limits
-    patience: int
+    max_failed_runs: int
 
 
 class CodeVerdict(NamedTuple):
-    """Verdict of a test: passed or not, and in words why not."""
+    """Whether a test passed, and the reason if not."""
 
     passed: bool
-    why: str
+    reason: str
 
 
-class Records(NamedTuple):
-    """Output of the candidate's runs: encoded values, names of exceptions, and what became of the rest."""
+class CandidateRecords(NamedTuple):
+    """Output of the candidate's runs."""
 
-    values: dict[int, str]
-    raised: dict[int, list[str]]
-    fault: str  # why the code or a statement of the tests ended it all; "" where none did
+    values: dict[int, str]  # number of a step -> its encoded value
+    raised: dict[int, list[str]]  # number of a step -> class names of its exception
+    fault: str  # why the code or a statement of the tests ended the run; "" if none did
 
 
 # Plans --------------------------------------------------------------------------------------------------
 
 
 def split_plan(task: Task, tests: Sequence[str | Mapping], tolerance: float) -> SplitPlan:
-    """Make the plan of a task's calls and asserts; the same object for the same tests."""
-    points = task.metadata.get("entry_point") or ()
-    names = (points,) if isinstance(points, str) else tuple(points)  # type: ignore
+    """Make the plan of a task's calls and asserts; cached, so the same object for the same tests."""
+    entry_point = task.metadata.get("entry_point") or ()
+    names = (entry_point,) if isinstance(entry_point, str) else tuple(entry_point)  # type: ignore
     try:
-        return _plan(json.dumps(list(tests)), names, tolerance)
+        return _make_plan(json.dumps(list(tests)), names, tolerance)
     except (BadInput, TypeError, ValueError) as error:
         raise BadTests(str(error)) from error
 
 
 @lru_cache(maxsize=4096)
-def _plan(text: str, entry_points: tuple[str, ...], tolerance: float) -> SplitPlan:
+def _make_plan(text: str, entry_points: tuple[str, ...], tolerance: float) -> SplitPlan:
     tests = json.loads(text)
     plan = split_sources([test for test in tests if isinstance(test, str)], entry_points)
     if tests and any(isinstance(test, str) for test in tests) and not plan.checks:
@@ -97,7 +97,7 @@ def _plan(text: str, entry_points: tuple[str, ...], tolerance: float) -> SplitPl
 
 
 def _call_source(test: Mapping) -> str:
-    """Write the expression that a test calls."""
+    """Source of the expression that a test calls."""
     if "equals" not in test:
         raise BadTests(f"the test {dict(test)} has no `equals`; give the value that the call must return")
     if test.get("call"):
@@ -114,33 +114,33 @@ def _call_source(test: Mapping) -> str:
 
 
 def names_called(plan: SplitPlan) -> set[str]:
-    """List the names that the code must define for the steps of a plan."""
-    wanted: set[str] = set()
+    """Names that the code must define for the steps of a plan."""
+    called: set[str] = set()
     defined: set[str] = set()
     for _, step in plan.steps:
         tree = ast.parse(step)
         stored = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
         imported = {part.asname or part.name.split(".")[0] for part in ast.walk(tree) if isinstance(part, ast.alias)}
-        wanted |= free_names(tree) - stored - defined
+        called |= free_names(tree) - stored - defined
         defined |= stored | imported
-    return wanted - {"__given__", *dir(builtins)} | wanted & plan.entry_points
+    return called - {"__given__", *dir(builtins)} | called & plan.entry_points
 
 
 # Programs -----------------------------------------------------------------------------------------------
 
 
 @cache
-def _compiled(entry: str) -> str:
-    """Compile `child.py` with the part of one run alone, in hexadecimal; the sandbox has the same interpreter."""
+def _compiled_hex(entry: str) -> str:
+    """Bytecode of `child.py` with the part of one run only, in hexadecimal; the sandbox has the same interpreter."""
     shared, *runs = re.split(r"^# The \w+'s? run -+$", Path(child.__file__).read_text(), flags=re.MULTILINE)
     text = shared + next(part for part in runs if f"def {entry}(" in part)
     return marshal.dumps(compile(text, "judging.py", "exec", dont_inherit=True, optimize=2)).hex()
 
 
-def program(entry: str, *arguments) -> str:
-    """Write Python source that calls a function of `child.py` with arguments that JSON can hold."""
-    load = f"import json, marshal\nexec(marshal.loads(bytes.fromhex('{_compiled(entry)}')))"
-    return f"{load}\n{entry}(*json.loads({json.dumps(arguments)!r}))\n"
+def call_program(entry: str, *arguments) -> str:
+    """Python source that calls a function of `child.py` with JSON arguments."""
+    prelude = f"import json, marshal\nexec(marshal.loads(bytes.fromhex('{_compiled_hex(entry)}')))"
+    return f"{prelude}\n{entry}(*json.loads({json.dumps(arguments)!r}))\n"
 
 
 # Runs ---------------------------------------------------------------------------------------------------
@@ -150,35 +150,35 @@ def judge_calls(source: str, plan: SplitPlan, settings: CodeSettings) -> list[Co
     """Judge code by the checks of a plan -> a verdict for each."""
     if not plan.checks:
         return []
-    records = run_steps(source, plan, hand_over(plan, settings), settings)
-    known = {"values": records.values, "raised": records.raised}
-    lines, fault = _run_tests(plan.items, settings, json.dumps(known), plan.first)
+    records = run_steps(source, plan, compute_inputs(plan, settings), settings)
+    returned = {"values": records.values, "raised": records.raised}
+    lines, fault = _run_tests(plan.items, settings, json.dumps(returned), plan.initial_values)
     if fault:
-        _check_alone(plan, settings)
+        _run_tests_alone(plan, settings)
     passed = {int(number) for word, number, *_ in lines if word == "passed"}
     reached = {int(number) for word, number, *_ in lines if word == "check"}
-    whys = [_why(plan, check, records, check in reached) for check in range(len(plan.checks))]
-    return [CodeVerdict(check in passed, why) for check, why in enumerate(whys)]
+    reasons = [_failure_reason(plan, check, records, check in reached) for check in range(len(plan.checks))]
+    return [CodeVerdict(check in passed, reason) for check, reason in enumerate(reasons)]
 
 
-def hand_over(plan: SplitPlan, settings: CodeSettings) -> list[str]:
-    """Compute the values that the tests hand to the candidate and that don't stand in their source."""
-    if not plan.handed:
+def compute_inputs(plan: SplitPlan, settings: CodeSettings) -> list[str]:
+    """Values that the tests compute and pass to the candidate, encoded."""
+    if not plan.input_count:
         return []
-    lines = _check_alone(plan, settings)
-    found = {int(line[1]): line[2] for line in lines if line[0] == "plain"}
-    for kind, number, source in plan.given:
-        if kind == "given" and number not in found:
-            raise BadTests(f"the tests hand the candidate `{source}`, which can't be computed or isn't plain data")
-    return [found[number] for number in range(plan.handed)]
+    lines = _run_tests_alone(plan, settings)
+    values = {int(line[1]): line[2] for line in lines if line[0] == "plain"}
+    for kind, number, source in plan.inputs:
+        if kind == "given" and number not in values:
+            raise BadTests(f"the tests pass the candidate `{source}`, which can't be computed or isn't plain data")
+    return [values[number] for number in range(plan.input_count)]
 
 
-def _check_alone(plan: SplitPlan, settings: CodeSettings) -> list[list[str]]:
-    """Run the tests' own lines without a candidate -> the lines they wrote; `BadTests` where one fails, hangs or dies.
+def _run_tests_alone(plan: SplitPlan, settings: CodeSettings) -> list[list[str]]:
+    """Run the tests' own lines without a candidate -> the lines they wrote.
 
-    Who wrote a line that fails beside the candidate's values is told by this.
+    Raises `BadTests` if one fails, hangs or dies. This decides who is at fault if it fails with the candidate's values.
     """
-    lines, fault = _run_tests(plan.given, settings)
+    lines, fault = _run_tests(plan.inputs, settings)
     if fault:
         raise BadTests(fault)
     return lines
@@ -187,79 +187,84 @@ def _check_alone(plan: SplitPlan, settings: CodeSettings) -> list[list[str]]:
 def _run_tests(
     items: Sequence, settings: CodeSettings, stdin: str = "", first: Mapping[int, int] | None = None
 ) -> tuple[list[list[str]], str]:
-    """Run items of the tests -> the lines they wrote, and where one of their own lines failed, hung or died."""
-    ran = _run(settings, program("run_tests", items, first or {}), stdin)
-    lines = _lines(ran, 2 * len(items) + 1)
+    """Run items of the tests -> the lines they wrote, and where their own lines failed, hung or died."""
+    result = _run(settings, call_program("run_tests", items, first or {}), stdin)
+    lines = _split_lines(result, 2 * len(items) + 1)
     broken = [number for word, number, *_ in lines if word == "broken"]
     if broken:
         return lines, f"line {broken[0]} of its tests fails by itself; fix the tests"
     if not lines or lines[-1][0] in ("setup", "given"):
-        where = f"at line {lines[-1][1]}" if lines else "before they began"
-        ending = f"{ENDINGS[ran.ended]}: {ran.stderr[-200:].strip()}"
-        return lines, f"its tests, run by themselves, ended {where} ({ending})"
+        place = f"at line {lines[-1][1]}" if lines else "before they began"
+        ending = f"{ENDINGS[result.ending]}: {result.stderr[-200:].strip()}"
+        return lines, f"its tests, run by themselves, ended {place} ({ending})"
     return lines, ""
 
 
 def describe(sources: Sequence[str], settings: CodeSettings) -> list[Block | None]:
-    """Parse blocks of an answer; what comes after one that takes too long is left out."""
-    ran = _run(settings, program("describe_blocks"), json.dumps(list(sources)))
-    return read_blocks(sources, ran.stdout[: ran.stdout.rfind("\n") + 1])
+    """Parse blocks of an answer; blocks after one that takes too long are left out."""
+    result = _run(settings, call_program("describe_blocks"), json.dumps(list(sources)))
+    return read_blocks(sources, result.stdout[: result.stdout.rfind("\n") + 1])
 
 
-def run_steps(source: str, plan: SplitPlan, given: Sequence[str], settings: CodeSettings) -> Records:
-    """Collect the values that the steps claim, in as many runs as it takes, up to the patience."""
-    records = Records({}, {}, "")
-    for _ in range(settings.patience):
-        todo = [(number, step) for number, step in plan.steps if number is None or not _settled(records, number)]
-        handed = [(number, step, {place: given[int(place)] for place in GIVEN.findall(step)}) for number, step in todo]
-        ran = _run(settings, program("run_candidate", source), json.dumps(handed), processes=1)
-        ready, fault = _record(ran, {number for number, _ in todo if number is not None}, records)
-        left = [number for number, _ in todo if number is not None and not _settled(records, number)]
-        if fault or not ready or not left:
-            fault = fault or ("" if ready else f"the code {ENDINGS[ran.ended]} before any test")
+def run_steps(source: str, plan: SplitPlan, inputs: Sequence[str], settings: CodeSettings) -> CandidateRecords:
+    """Collect the claimed values of the steps, in as many runs as needed, up to `max_failed_runs` failed ones."""
+    records = CandidateRecords({}, {}, "")
+    for _ in range(settings.max_failed_runs):
+        steps = [(number, step) for number, step in plan.steps if number is None or not _is_recorded(records, number)]
+        steps_with_inputs = [
+            (number, step, {reference: inputs[int(reference)] for reference in INPUT_REFERENCE.findall(step)})
+            for number, step in steps
+        ]
+        result = _run(settings, call_program("run_candidate", source), json.dumps(steps_with_inputs), processes=1)
+        is_ready, fault = _parse_records(result, {number for number, _ in steps if number is not None}, records)
+        missing = [number for number, _ in steps if number is not None and not _is_recorded(records, number)]
+        if fault or not is_ready or not missing:
+            fault = fault or ("" if is_ready else f"the code {ENDINGS[result.ending]} before any test")
             return records._replace(fault=fault)
-        records.raised[left[0]] = [ENDINGS[ran.ended]]
+        records.raised[missing[0]] = [ENDINGS[result.ending]]
     return records
 
 
-def _settled(records: Records, number: int) -> bool:
+def _is_recorded(records: CandidateRecords, number: int) -> bool:
     return number in records.values or number in records.raised
 
 
-def _record(ran: Ran, todo: set[int], records: Records) -> tuple[bool, str]:
-    """Record what a candidate's run wrote; whether its code got ready, and the fault that ended it."""
-    ready = False
-    for number, sign, *rest in _lines(ran, len(todo) + 2):  # more than the code and the steps have to say is forged
-        at = int(number) if number.removeprefix("-").isdigit() and len(number) < 9 else None
-        text = rest[0] if rest else ""
-        if at == NO_CHILD:
-            raise SandboxFailure(f"it could not make a process for the code: {_exception(text)[0]}")
-        ready = ready or (at == CODE and sign == "=")
-        if at in (CODE, STATEMENT) and sign == "!":
-            return True, f"{'the code' if at == CODE else 'a statement of the tests'} raised {_exception(text)[0]}"
-        if at in todo and not _settled(records, at):
+def _parse_records(result: RunResult, expected: set[int], records: CandidateRecords) -> tuple[bool, str]:
+    """Add the output of a candidate's run to the records -> whether its code was loaded, the fault that ended it."""
+    is_ready = False
+    max_lines = len(expected) + 2  # more lines than the code and the steps write are forged
+    for number, sign, *remainder in _split_lines(result, max_lines):
+        index = int(number) if number.removeprefix("-").isdigit() and len(number) < 9 else None
+        text = remainder[0] if remainder else ""
+        if index == NO_CHILD:
+            raise SandboxFailure(f"it could not make a process for the code: {_exception_names(text)[0]}")
+        is_ready = is_ready or (index == CODE and sign == "=")
+        if index in (CODE, STATEMENT) and sign == "!":
+            source = "the code" if index == CODE else "a statement of the tests"
+            return True, f"{source} raised {_exception_names(text)[0]}"
+        if index in expected and not _is_recorded(records, index):
             if sign == "=":
-                records.values[at] = text
+                records.values[index] = text
             else:
-                records.raised[at] = _exception(text)
-    return ready, ""
+                records.raised[index] = _exception_names(text)
+    return is_ready, ""
 
 
-def _exception(text: str) -> list[str]:
-    """Read the names that a record holds; a hostile one may hold anything."""
+def _exception_names(text: str) -> list[str]:
+    """Class names in a record; a hostile record may contain anything."""
     try:
-        names = json.loads(text) if len(text) <= LONGEST_NAMES else None
+        names = json.loads(text) if len(text) <= MAX_NAMES else None
     except (ValueError, RecursionError):
         names = None
-    fine = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
-    return [name[:200] for name in names] if fine else ["something unreadable"]  # type: ignore
+    is_valid = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
+    return [name[:200] for name in names] if is_valid else ["something unreadable"]  # type: ignore
 
 
-def _run(settings: CodeSettings, program: str, stdin: str = "", processes: int = 0) -> Ran:
-    """Run a program of `child.py`, with room for its records and for processes of its own."""
-    room = max(settings.limits.output_bytes, VALUE_BYTES)
-    limits = replace(settings.limits, output_bytes=room, processes=settings.limits.processes + processes)
-    return settings.sandbox.run(program, stdin=stdin, limits=limits)
+def _run(settings: CodeSettings, call_program: str, stdin: str = "", processes: int = 0) -> RunResult:
+    """Run a program of `child.py`, with enough output for its records and `processes` additional processes."""
+    output_bytes = max(settings.limits.output_bytes, MAX_VALUE_BYTES)
+    limits = replace(settings.limits, output_bytes=output_bytes, processes=settings.limits.processes + processes)
+    return settings.sandbox.run(call_program, stdin=stdin, limits=limits)
 
 
 def lines_of(text: str) -> Iterator[str]:
@@ -271,18 +276,18 @@ def lines_of(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _lines(ran: Ran, most: int) -> list[list[str]]:
-    """Split the first complete lines that a run wrote, into two or three parts each."""
-    complete = lines_of(ran.stdout[: ran.stdout.rfind("\n") + 1])
-    lines = islice(complete, most)
+def _split_lines(result: RunResult, count: int) -> list[list[str]]:
+    """The first `count` complete lines that a run wrote, each split into two or three parts."""
+    complete = lines_of(result.stdout[: result.stdout.rfind("\n") + 1])
+    lines = islice(complete, count)
     return [parts for line in lines if line.isascii() and len(parts := line.split(" ", 2)) > 1]
 
 
-def _why(plan: SplitPlan, check: int, records: Records, reached: bool) -> str:
-    """Say why a check fails, if it does."""
+def _failure_reason(plan: SplitPlan, check: int, records: CandidateRecords, is_reached: bool) -> str:
+    """Why a check fails, if it does."""
     names = [records.raised[number] for number in plan.uses[check] if number in records.raised]
-    unknown = any(number not in records.values for number in plan.uses[check])
+    is_missing = any(number not in records.values for number in plan.uses[check])
     fault = f"{names[0][-1] if names[0][0] == 'NotPlain' else names[0][0]}" if names else ""
-    fault = fault or (records.fault or "it was not reached" if unknown else "")
-    fault = fault or ("it is not so" if reached else "the values before it leave the tests no time or memory")
+    fault = fault or (records.fault or "it was not reached" if is_missing else "")
+    fault = fault or ("it is not so" if is_reached else "the values before it leave the tests no time or memory")
     return f"{plan.checks[check]}: {fault}"

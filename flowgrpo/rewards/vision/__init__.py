@@ -2,6 +2,6 @@
 
 Modules:
 
-    boxes    Rewards over images: boxes, points and counts that an answer names, and how well an image and a text agree
-    drawing  Drawing what is described: a vision task that works offline, from `make_drawings` to `drawing_reward`
+    boxes    Rewards over images: boxes, points and counts in an answer, and image-text scores
+    drawing  Drawing from a description: an offline vision task, from `make_drawings` to `drawing_reward`
 """

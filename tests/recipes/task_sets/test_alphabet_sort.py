@@ -1,8 +1,8 @@
-"""Names to sort: the order of the answer, and what the reward of their domain pays."""
+"""Names to sort: the order of the answer, and the reward of their domain."""
 
 from itertools import pairwise
 
-from flowgrpo.recipes.registry import DOMAINS, Means
+from flowgrpo.recipes.registry import DOMAINS, RewardContext
 from flowgrpo.recipes.task_sets.alphabet_sort import ALPHABET_SORT, COUNTS, FIRST_NAMES, LAST_NAMES
 from flowgrpo.recipes.task_sets.task_set import SPLITS
 
@@ -23,10 +23,10 @@ def test_examples_have_names_of_no_task():
     assert not names & {*FIRST_NAMES, *LAST_NAMES}
 
 
-def test_the_sorted_list_is_paid_1_and_the_given_order_less():
-    reward = DOMAINS["alphabet_sort"].make(Means(sandbox=None))  # no sandbox judges a list
+def test_the_sorted_list_scores_1_and_the_unsorted_one_less():
+    reward = DOMAINS["alphabet_sort"].make(RewardContext(sandbox=None))  # no sandbox judges a list
     for task in ALPHABET_SORT.draw(2, "train", 0, 48):
-        given = task.query.split(": ")[1]
+        unsorted = task.query.split(": ")[1]
         assert reward.score(task, task.answers[0]).value == 1.0
         assert reward.score(task, f"The sorted names:\n{task.answers[0].lower()}.").value == 1.0
-        assert given == task.answers[0] or reward.score(task, given).value < 0.9
+        assert unsorted == task.answers[0] or reward.score(task, unsorted).value < 0.9

@@ -1,8 +1,8 @@
-"""Texts to reverse: their words, and what the reward of their domain pays."""
+"""Texts to reverse: their words, and the reward of their domain."""
 
 from itertools import combinations
 
-from flowgrpo.recipes.registry import DOMAINS, Means
+from flowgrpo.recipes.registry import DOMAINS, RewardContext
 from flowgrpo.recipes.task_sets.reverse_text import COUNTS, REVERSE_TEXT, THEMES
 from flowgrpo.recipes.task_sets.task_set import SPLITS
 
@@ -22,8 +22,8 @@ def test_no_two_themes_share_a_word_and_no_example_has_one_of_them():
     assert not words & {word for task in REVERSE_TEXT.examples for word in task.answers[0][::-1].split()}
 
 
-def test_the_reversed_text_is_paid_1_and_what_is_alike_a_share():
-    reward = DOMAINS["reverse_text"].make(Means(sandbox=None))  # no sandbox judges a text
+def test_the_reversed_text_scores_1_and_a_similar_one_less():
+    reward = DOMAINS["reverse_text"].make(RewardContext(sandbox=None))  # no sandbox judges a text
     for task in REVERSE_TEXT.draw(2, "train", 0, 40):
         gold = task.answers[0]
         assert reward.score(task, gold).value == reward.score(task, f"<answer>{gold}</answer>").value == 1.0

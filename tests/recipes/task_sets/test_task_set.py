@@ -1,15 +1,15 @@
-"""Laws of all task sets: which kinds a split has, what tasks depend on, and that their steps lead to their answers."""
+"""Laws of all task sets: kinds of a split, what tasks depend on, and steps that lead to answers."""
 
 from itertools import product
 
 import pytest
 from gguf_models import packaged
 
-from flowgrpo.data.tokenizer import load_text
+from flowgrpo.data.tokenizer import load_tokenizer
 from flowgrpo.recipes.agent_config import preset
 from flowgrpo.recipes.registry import DOMAINS
 from flowgrpo.recipes.task_sets import TASK_SETS
-from flowgrpo.recipes.task_sets.task_set import SPLITS, deal_kinds
+from flowgrpo.recipes.task_sets.task_set import SPLITS, split_kinds
 from flowgrpo.types import BadInput
 
 every_set = pytest.mark.parametrize("task_set", TASK_SETS.values(), ids=TASK_SETS)
@@ -57,13 +57,13 @@ def test_a_task_has_a_domain_an_answer_and_steps_with_tools_of_its_set(task_set)
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_an_answer_fits_into_an_action(task_set, name):
     packaged(name)
-    text, most = load_text(name), preset(model=name, tasks=task_set.name).max_tokens
+    text, max_tokens = load_tokenizer(name), preset(model=name, tasks=task_set.name).max_tokens
     answers = [task.answers[0] for split in SPLITS for task in task_set.draw(0, split, 0, MANY)]
-    assert max(len(text.encode(f"answer({answer})")) for answer in answers) < most  # which ends by a token more
+    assert max(len(text.encode(f"answer({answer})")) for answer in answers) < max_tokens  # which ends by a token more
 
 
 @every_set
-def test_examples_are_of_kinds_of_training_and_are_no_tasks(task_set):
+def test_examples_have_kinds_of_training_and_are_no_tasks(task_set):
     assert 2 <= len(task_set.examples) <= 6
     assert {tuple(task.metadata["kind"].split(", ")) for task in task_set.examples} <= kinds_of(task_set, "train")
     queries = {task.query for split in SPLITS for task in task_set.draw(0, split, 0, MANY)}
@@ -71,24 +71,24 @@ def test_examples_are_of_kinds_of_training_and_are_no_tasks(task_set):
 
 
 @every_set
-def test_what_cannot_be_drawn_is_refused(task_set):
+def test_bad_arguments_of_draw_are_refused(task_set):
     with pytest.raises(BadInput, match="split is 'dev', but must be one of train, validation, test"):
         task_set.draw(0, "dev", 0, 1)
     with pytest.raises(BadInput, match="seed is 0, first -1 and count 2, but each must be at least 0"):
         task_set.draw(0, "train", -1, 2)
 
 
-def test_each_set_is_listed_under_its_name_and_has_a_corpus_where_it_searches():
+def test_each_set_is_listed_by_name_and_has_a_corpus_if_it_searches():
     assert list(TASK_SETS) == ["word_problems", "two_hop", "reverse_text", "alphabet_sort"]
     for name, task_set in TASK_SETS.items():
         assert name == task_set.name
         assert ("search" in task_set.tools) == (task_set.passages is not None)
 
 
-def test_a_kind_stays_in_training_where_it_is_the_last_with_a_part():
+def test_a_kind_stays_in_training_if_it_is_the_last_with_a_part():
     kinds = [*product("ab", "xyz"), ("c", "x")]
-    splits = deal_kinds("letters", kinds)
-    assert sorted(kind for dealt in splits.values() for kind in dealt) == sorted(kinds)
+    splits = split_kinds("letters", kinds)
+    assert sorted(kind for kinds_of_split in splits.values() for kind in kinds_of_split) == sorted(kinds)
     assert ("c", "x") in splits["train"]
     assert {len(splits["validation"]), len(splits["test"])} <= {1, 3}
-    assert splits == deal_kinds("letters", kinds[::-1])
+    assert splits == split_kinds("letters", kinds[::-1])

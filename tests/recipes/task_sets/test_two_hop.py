@@ -1,4 +1,4 @@
-"""Questions of two hops: what the search finds, and whom the questions of a split are about."""
+"""Two-hop questions: passages that the search finds, and people of each split."""
 
 import pytest
 
@@ -10,7 +10,9 @@ from flowgrpo.tools.search import Corpus, Document, search
 @pytest.fixture(scope="module")
 def find():
     """Search for a query -> the best passage."""
-    documents = [Document(one["title"], one["text"], "corpus", n, False) for n, one in enumerate(passages(), 1)]
+    documents = [
+        Document(passage["title"], passage["text"], "corpus", n, False) for n, passage in enumerate(passages(), 1)
+    ]
     tool = search(Corpus(tuple(documents)), top=1)
     return lambda query: tool.call({"query": query})
 
@@ -25,16 +27,16 @@ def test_each_name_finds_its_own_passage(find):
 
 def test_the_steps_of_a_task_lead_to_its_answer(find):
     for task in [*(task for split in SPLITS for task in TWO_HOP.draw(0, split, 0, 72)), *TWO_HOP.examples]:
-        (_, person), (_, thing) = task.metadata["steps"]
+        (_, person), (_, second) = task.metadata["steps"]
         assert person in task.query
-        assert thing not in task.query
-        assert thing in find(person)
-        assert task.metadata["final"] in find(thing)
+        assert second not in task.query
+        assert second in find(person)
+        assert task.metadata["final"] in find(second)
         assert task.metadata["final"] not in find(person)
         assert 1 <= len(task.metadata["final"].split()) <= 2
 
 
-def test_no_split_asks_about_a_person_of_another_one():
+def test_no_split_asks_about_a_person_of_another():
     people = [name for split in SPLITS for name in people_of(split)]
     assert 160 < len(people) == len(set(people))
     assert not set(people) & set(EXAMPLE_PEOPLE)
@@ -42,9 +44,9 @@ def test_no_split_asks_about_a_person_of_another_one():
     assert {task.metadata["steps"][0][1] for task in TWO_HOP.draw(0, "test", 0, 200)} <= set(people_of("test"))
 
 
-def test_an_answer_stands_once_in_its_passage():
-    for things in world()[1:]:
-        for name, fields in things.items():
+def test_an_answer_occurs_once_in_its_passage():
+    for passages_of_kind in world()[1:]:
+        for name, fields in passages_of_kind.items():
             text = next(passage["text"] for passage in passages() if passage["title"] == name)
             assert all(text.count(value) == 1 for value in fields.values())
 

@@ -35,7 +35,7 @@ def test_the_last_call_of_the_calculator_gives_the_answer(tasks):
             assert results[0] in task.metadata["steps"][1][1].split()
 
 
-def test_the_numbers_of_a_query_are_those_of_its_steps_and_have_two_or_three_digits(tasks):
+def test_the_numbers_of_a_query_are_those_of_its_steps(tasks):
     for task in tasks:
         numbers = re.findall(r"\d+", task.query)
         assert all(2 <= len(number) <= 3 for number in numbers)
@@ -43,7 +43,7 @@ def test_the_numbers_of_a_query_are_those_of_its_steps_and_have_two_or_three_dig
         assert set(numbers) <= set(used)
 
 
-def test_half_of_the_tasks_have_one_step_and_each_kind_is_there_equally():
+def test_half_of_the_tasks_have_one_step_and_kinds_are_balanced():
     for split in SPLITS:
         size = len(KINDS[0][split])
         assert size == len(KINDS[1][split])

@@ -1,4 +1,4 @@
-"""The game of 24: which numbers an expression uses, what it comes to, how it may be written, and what is invalid."""
+"""The game of 24: numbers that an expression uses, its value, its spellings, and what is invalid."""
 
 from collections import Counter
 from fractions import Fraction
@@ -22,7 +22,7 @@ WRONG = r"""24|48/2|8*3|\boxed{24}|8*3+8-8|8*3*8/8*3/3|(1+2+3)×4|8/(3-3)+8-8|8/
 8/(3-8/3)8|3*8=24=8/3*3*3"""  # noqa: RUF001
 
 
-def test_what_uses_each_number_once_and_comes_to_24_is_right():
+def test_an_expression_that_uses_each_number_once_and_equals_24_is_right():
     reward = game24()
     for value, outputs in ((1.0, RIGHT), (0.0, WRONG)):
         for output in outputs.replace("\n", "|").split("|"):
@@ -33,7 +33,7 @@ def test_what_uses_each_number_once_and_comes_to_24_is_right():
     assert reward.score(TASK, " ").reason == "no answer: the output is empty"
 
 
-def test_numbers_and_target_are_the_task_s_own():
+def test_numbers_and_target_come_from_the_task():
     def value(output, query="", **metadata):
         return game24().score(Task("t", query, (), "game24", metadata), output).value
 
@@ -48,18 +48,21 @@ def test_numbers_and_target_are_the_task_s_own():
 
 @st.composite
 def expressions(draw, depth=3):
-    """A text and its value, None where it divides by zero; brackets around whatever is not a number."""
+    """An expression, its value (None if it divides by zero) and its numbers; all but numbers are in brackets."""
     if depth == 0 or draw(st.booleans()):
         number = draw(st.integers(1, 13))
         return str(number), Fraction(number), [Fraction(number)]
-    (left, a, used), (right, b, more) = draw(expressions(depth=depth - 1)), draw(expressions(depth=depth - 1))
-    sign = draw(st.sampled_from("+-*/"))
+    (left, a, left_numbers), (right, b, right_numbers) = (
+        draw(expressions(depth=depth - 1)),
+        draw(expressions(depth=depth - 1)),
+    )
+    operator = draw(st.sampled_from("+-*/"))
     spaces = draw(st.sampled_from(["", " "]))
-    numbers = used + more
-    if a is None or b is None or (sign == "/" and b == 0):
-        return f"({left}){sign}({right})", None, numbers
-    value = {"+": a + b, "-": a - b, "*": a * b, "/": a / (b or 1)}[sign]
-    return f"({left}){spaces}{sign}{spaces}({right})", value, numbers
+    numbers = left_numbers + right_numbers
+    if a is None or b is None or (operator == "/" and b == 0):
+        return f"({left}){operator}({right})", None, numbers
+    value = {"+": a + b, "-": a - b, "*": a * b, "/": a / (b or 1)}[operator]
+    return f"({left}){spaces}{operator}{spaces}({right})", value, numbers
 
 
 @given(expressions())
@@ -70,13 +73,13 @@ def test_an_expression_is_computed_exactly(expression):
             evaluate(text)
         return
     assert evaluate(text) == (value, numbers)
-    whole = [int(number) for number in numbers]
-    for listed, right in ((whole, value == 24), ([*whole[:-1], 99], False)):
+    integers = [int(number) for number in numbers]
+    for listed, right in ((integers, value == 24), ([*integers[:-1], 99], False)):
         assert game24().score(Task("t", "", (), "game24", {"numbers": listed}), text).value == right
     assert Counter(numbers) == Counter(evaluate(f"-({text})")[1])
 
 
-def test_precedence_is_that_of_school():
+def test_precedence_is_the_usual_one():
     texts = {
         "2+3*4": 14,
         "2*3+4": 10,

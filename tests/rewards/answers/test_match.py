@@ -1,4 +1,4 @@
-"""The matcher in its parts: numbers, where a final answer stands, which rule decides, what is invalid."""
+"""The matcher in its parts: numbers, the final answer of an output, which rule decides, what is invalid."""
 
 from fractions import Fraction
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgrpo.contracts import Scored
-from flowgrpo.rewards.answers.extract import LOOK, SHORT, Found, denies, find_answer, hedges, readings
+from flowgrpo.contracts import RewardResult
+from flowgrpo.rewards.answers.extract import MAX_PARSED, MAX_TAIL, FoundAnswer, denies, find_answer, hedges, readings
 from flowgrpo.rewards.answers.match import (
     EXACT,
     NUMERIC,
@@ -18,8 +18,8 @@ from flowgrpo.rewards.answers.match import (
     answer,
     judge_by_rules,
     match_answers,
-    named,
     numeric,
+    split_name,
 )
 from flowgrpo.rewards.answers.numbers import Number, exactly, read_plain, rounded, within
 from flowgrpo.rewards.answers.school import school
@@ -28,8 +28,8 @@ from flowgrpo.rewards.answers.symbolic import mathematics
 from flowgrpo.types import Task
 
 
-def different(function, *_, seconds):  # noqa: ARG001
-    """`Sandbox.call` that reads every formula, and finds none equal to another."""
+def call_all_different(function, *_, seconds):  # noqa: ARG001
+    """`Sandbox.call` without a process: every formula parses, and none equals another."""
     return True if function.endswith("readable") else ("different", 0.0)
 
 
@@ -77,7 +77,7 @@ def test_a_number_is_read_exactly_or_not_at_all(text):
     assert (number and number.value) == (None if expected is None else Fraction(expected))
 
 
-def test_a_number_keeps_how_it_was_written():
+def test_a_number_knows_how_it_was_written():
     half = Fraction(1, 2)
     assert read("0.50") == Number(half, Fraction(1, 100), 2, 2)
     assert read("-12.5%") == Number(Fraction(-1, 8), Fraction(1, 1000), 1, 3, percent=True)
@@ -90,11 +90,23 @@ def test_a_number_keeps_how_it_was_written():
 
 @given(st.integers(-(10**12), 10**12), st.fractions(max_denominator=1000, min_value=-1000, max_value=1000))
 def test_a_number_is_the_same_in_every_spelling(whole, value):
-    for spelled in (f"{whole}", f"{whole:,}", f"{whole:_}", f"{whole:,}".replace(",", " "), f"${whole}$", f"{whole}.0"):
-        assert read(spelled).value == whole
-    above, below = value.numerator, value.denominator
-    for spelled in (f"{above}/{below}", f"\\frac{{{above}}}{{{below}}}", f"${above}/{below}$", f" {above} / {below} "):
-        assert read(spelled).value == value
+    for spelling in (
+        f"{whole}",
+        f"{whole:,}",
+        f"{whole:_}",
+        f"{whole:,}".replace(",", " "),
+        f"${whole}$",
+        f"{whole}.0",
+    ):
+        assert read(spelling).value == whole
+    numerator, denominator = value.numerator, value.denominator
+    for spelling in (
+        f"{numerator}/{denominator}",
+        f"\\frac{{{numerator}}}{{{denominator}}}",
+        f"${numerator}/{denominator}$",
+        f" {numerator} / {denominator} ",
+    ):
+        assert read(spelling).value == value
 
 
 ROUNDED = "3.14 3.14159|3.14 3.145|3.14 157/50|3.14 22/7|1/3 0.333|0.67 2/3|66.7% 2/3|2/3 66.7%|3.00e8 2.998e8"
@@ -102,23 +114,23 @@ NOT_ROUNDED = "3.14 3.1451|3.14 3.1|3.14 3|0.14 0.141|12.5 12.54|5 4.9999|1/3 0.
 NOT_ROUNDED += "|0.67 0.671|0.7 2/3|67% 2/3|2/3 67%|12.5% 12.54%|0.01 1/99|66.7% 0.67"
 
 
-def test_rounding_is_forgiven_where_it_shows():
-    for pairs, same in ((ROUNDED, True), (NOT_ROUNDED, False)):
+def test_rounding_is_forgiven_at_the_written_precision():
+    for pairs, is_same in ((ROUNDED, True), (NOT_ROUNDED, False)):
         for pair in pairs.split("|"):
-            assert rounded(*map(read, pair.split())) == same, pair
+            assert rounded(*map(read, pair.split())) == is_same, pair
 
 
 def test_tolerance_is_the_larger_of_relative_and_absolute():
-    one, near = Number(Fraction(100)), Number(Fraction(101))
-    assert within(relative=0.01)(one, near)
-    assert not within(relative=0.005)(one, near)
-    assert within(relative=0.005, absolute=1.0)(one, near)
+    gold, neighbour = Number(Fraction(100)), Number(Fraction(101))
+    assert within(relative=0.01)(gold, neighbour)
+    assert not within(relative=0.005)(gold, neighbour)
+    assert within(relative=0.005, absolute=1.0)(gold, neighbour)
     assert within(relative=0.01)(Number(Fraction(-100)), Number(Fraction(-101)))
-    assert not exactly(one, near)
-    assert exactly(one, one)
+    assert not exactly(gold, neighbour)
+    assert exactly(gold, gold)
 
 
-FINAL = {
+FINAL_ANSWERS = {
     "tag": {
         "<answer>5</answer>": "5", "a <answer>5</answer> b <ANSWER> 6 </ANSWER>": "6",
         "<answer>so \\boxed{7}</answer>": "7", "İİİİ <answer>5</answer>": "5",  # which in lower case are longer
@@ -140,15 +152,15 @@ FINAL = {
         "5</answer>": "5</answer>", "The answer isn't known": "The answer isn't known", "": "",
         "first\nlast\n\n": "last", "# *the* `end`": "the end",
         "answer" + " " * 40 + ": 5": "answer" + " " * 40 + ": 5", "<think>Answer: 4</think>\nthe end": "the end",
-        "the answering machine is on": "the answering machine is on", "<answer>5</answer>" + " " * LOOK + "6": "6",
+        "the answering machine is on": "the answering machine is on", "<answer>5</answer>" + " " * MAX_TAIL + "6": "6",
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("where", FINAL)
-def test_the_final_answer_is_found(where):
-    found = {output: find_answer(output) for output in FINAL[where]}
-    assert found == {output: (text, where) for output, text in FINAL[where].items()}
+@pytest.mark.parametrize("source", FINAL_ANSWERS)
+def test_the_final_answer_is_found(source):
+    answers = {output: find_answer(output) for output in FINAL_ANSWERS[source]}
+    assert answers == {output: (text, source) for output, text in FINAL_ANSWERS[source].items()}
 
 
 EMPHASIS = {  # None where nothing changes
@@ -169,13 +181,13 @@ IN_BOLD = {
 }
 
 
-def test_emphasis_is_taken_off_and_operators_stay():
+def test_emphasis_is_removed_and_operators_stay():
     assert {text: drop_emphasis(text) for text in EMPHASIS} == {text: plain or text for text, plain in EMPHASIS.items()}
 
 
 @pytest.mark.parametrize("domain", ["answer", "k12", "math"])
-def test_no_rule_sees_the_marks_around_an_answer(domain):
-    reward = {"answer": answer(), "k12": school(), "math": mathematics(different)}[domain]
+def test_no_rule_sees_the_emphasis_around_an_answer(domain):
+    reward = {"answer": answer(), "k12": school(), "math": mathematics(call_all_different)}[domain]
     for value, outputs in IN_BOLD.items():
         for output in outputs.replace("\n", "¦").split("¦"):
             assert reward.score(task("18"), output.strip().replace(" ⏎ ", "\n")).value == value, output
@@ -204,14 +216,14 @@ READINGS = {
     "it is 5!": ("it is 5!", "5!", "5"),
     "5!": ("5!",),
     "is " * 133 + "x": ("is " * 133 + "x",),
-    "a" * SHORT: ("a" * SHORT,),
-    "a" * (SHORT + 1): (),
+    "a" * MAX_PARSED: ("a" * MAX_PARSED,),
+    "a" * (MAX_PARSED + 1): (),
     "or " * 133 + "a": ("or " * 133 + "a",),
 }
 
 
 def test_a_sentence_is_read_whole_and_after_its_last_link():
-    assert {text: readings(Found(text, "last line")) for text in READINGS} == READINGS
+    assert {text: readings(FoundAnswer(text, "last line")) for text in READINGS} == READINGS
 
 
 def test_hedges_and_denials_are_words():
@@ -221,29 +233,29 @@ def test_hedges_and_denials_are_words():
     assert not denies("a knot")
 
 
-def test_the_rule_that_decided_is_named_and_a_long_answer_is_shown_in_short():
+def test_the_deciding_rule_is_named_and_a_long_answer_is_shortened():
     scored = answer().score(task("0.5"), "I get 1/2 in the end.\nAnswer: 1/2")
-    assert scored == Scored(1.0, "numeric, in the marker: '1/2'", {"numeric": 1.0})
-    assert answer().score(task("0.5"), "2") == Scored(0.0, "not the gold answer, in the last line: '2' (numeric)")
-    assert answer().score(task("a"), "a\n") == Scored(1.0, "exact: the whole output", {"exact": 1.0})
-    for size, shown in ((60, "b" * 60), (61, "b" * 57 + "...")):
-        assert f": {shown!r} (" in answer().score(task("a"), "b" * size).reason
+    assert scored == RewardResult(1.0, "numeric, in the marker: '1/2'", {"numeric": 1.0})
+    assert answer().score(task("0.5"), "2") == RewardResult(0.0, "not the gold answer, in the last line: '2' (numeric)")
+    assert answer().score(task("a"), "a\n") == RewardResult(1.0, "exact: the whole output", {"exact": 1.0})
+    for size, quoted in ((60, "b" * 60), (61, "b" * 57 + "...")):
+        assert f": {quoted!r} (" in answer().score(task("a"), "b" * size).reason
 
 
-def test_one_of_several_gold_answers_is_enough_and_a_task_without_one_is_invalid():
+def test_one_matching_gold_is_enough_and_a_task_without_gold_is_invalid():
     reward, long = answer(), "Answer: 5 or\nAnswer: 6"
     assert reward.score(task("USA", "United States"), "the united states").value == 1
     assert reward.score(task("USA", "United States"), "Canada").value == 0
     assert reward.score(task(), "5").value is reward.score(task(" "), "5").value is None
-    assert reward.score(task("5"), " \n ") == Scored(0.0, "no answer: the output is empty")
-    assert reward.score(task("5"), "<think>4</think>") == Scored(0.0, "no answer was found")
+    assert reward.score(task("5"), " \n ") == RewardResult(0.0, "no answer: the output is empty")
+    assert reward.score(task("5"), "<think>4</think>") == RewardResult(0.0, "no answer was found")
     assert reward.score(task("5"), "<think>5").value == 0
-    spaced = [long + " " * LOOK, long + " " * (LOOK + 1)]  # the whole output, unless it is much longer
+    spaced = [long + " " * MAX_TAIL, long + " " * (MAX_TAIL + 1)]  # the whole output, unless it is much longer
     assert [reward.score(task(long), output).value for output in spaced] == [1, 0]
 
 
-def test_a_rule_of_ones_own_is_a_function_and_the_first_that_speaks_decides():
-    backwards = Rule("backwards", lambda _, gold, given_answer: Scored(float(gold[::-1] == given_answer), "read back"))
+def test_a_custom_rule_is_a_function_and_the_first_that_applies_decides():
+    backwards = Rule("backwards", lambda _, gold, text: RewardResult(float(gold[::-1] == text), "read back"))
     reward = match_answers([EXACT, backwards, TEXT])
     assert reward.score(task("abc"), "cba").parts == {"backwards": 1.0}
     assert reward.score(task("abc"), "abc.").parts == {"exact": 1.0}
@@ -251,40 +263,40 @@ def test_a_rule_of_ones_own_is_a_function_and_the_first_that_speaks_decides():
     for answers in (("it is 7", "7"), ("8", "it is 7")):  # the best over all readings
         assert judge_by_rules([TEXT], task(), "it is 7", answers) == ("text", RIGHT)
     wrong = match_answers([EXACT]).score(task("abc"), "abd")
-    assert wrong == Scored(0.0, "not the gold answer, in the last line: 'abd' (no rule)")
+    assert wrong == RewardResult(0.0, "not the gold answer, in the last line: 'abd' (no rule)")
 
 
-def test_a_gold_that_a_rule_can_not_read_is_invalid_unless_another_matches():
-    broken = Rule("broken", lambda _, gold, __: Scored(None, "unreadable") if gold == "?" else None)
+def test_an_unreadable_gold_is_invalid_unless_another_matches():
+    broken = Rule("broken", lambda _, gold, __: RewardResult(None, "unreadable") if gold == "?" else None)
     reward = match_answers([broken, NUMERIC, TEXT])
     assert reward.score(task("?", "5"), "5").value == 1
     assert reward.score(task("?", "5"), "the sum is 5").value == 1
-    assert reward.score(task("?", "5"), "6") == Scored(None, "unreadable")
+    assert reward.score(task("?", "5"), "6") == RewardResult(None, "unreadable")
     assert reward.score(task("5"), "6").value == 0
 
 
-def test_a_number_whose_comma_may_part_a_list_is_only_right_and_never_wrong():
+def test_a_number_with_a_doubtful_comma_is_never_wrong():
     assert numeric(task(), "1,234", "1234") == numeric(task(), "1234", "1,234") == RIGHT
     assert numeric(task(), "1,234", "5") is numeric(task(), "5", "1,234") is numeric(task(), "5", "x") is None
     assert numeric(task(), "5", "6") == WRONG
 
 
-def test_a_variable_is_compared_where_both_name_one():
-    assert [named(text) for text in ("x = 5", "xy = 5", "x = y = 5", "5", "1 = 5")] == [
+def test_variables_are_compared_if_both_name_one():
+    assert [split_name(text) for text in ("x = 5", "xy = 5", "x = y = 5", "5", "1 = 5")] == [
         ("x", "5"), ("", "xy = 5"), ("", "x = y = 5"), ("", "5"), ("", "1 = 5")
     ]  # fmt: skip
     for gold, output, value in (("x = 5", "x=5", 1), ("x = 5", "5", 1), ("5", "x = 5", 1), ("x = 5", "y = 5", 0)):
         assert answer().score(task(gold), output).value == value
 
 
-def test_percent_may_be_missing_or_too_much_where_the_question_asks_for_it():
+def test_a_percent_sign_may_be_missing_if_the_question_asks_for_percent():
     for gold, output in (("45%", "45"), ("45", "45%")):
         assert answer().score(task(gold, query="What PERCENT is it?"), output).value == 1
         assert answer().score(task(gold, query="What is it?"), output).value == 0
     assert answer().score(task("45%", query="What percent?"), "0.45%").value == 0
 
 
-def test_typography_is_taken_off():
+def test_typography_is_removed():
     texts = {
         "$\\text{Cafés}$": "Cafés",
         "**5\u00a0km**.": "5 km",
@@ -297,6 +309,6 @@ def test_typography_is_taken_off():
 
 @given(st.text())
 def test_plain_text_is_plain_already(text):
-    once = plain_text(text)
-    assert bare(once) == bare(plain_text(once)) or "\\" in text or "$" in text or "{" in text
-    assert "\n" not in once
+    plain = plain_text(text)
+    assert bare(plain) == bare(plain_text(plain)) or "\\" in text or "$" in text or "{" in text
+    assert "\n" not in plain

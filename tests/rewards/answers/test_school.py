@@ -1,6 +1,6 @@
 """School answers: choices, units, dates, lists, yes and no; a gold answer is itself in every spelling.
 
-Single examples stand in pairs.txt.
+Single examples are in pairs.txt.
 """
 
 from datetime import date
@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from flowgrpo.rewards.answers.dates import Date, read_date, read_time
 from flowgrpo.rewards.answers.school import (
-    choice,
-    labelled,
     named_letters,
     options_of,
     read_ratio,
     read_truth,
+    same_choice,
     school,
+    split_label,
     split_list,
 )
-from flowgrpo.rewards.answers.units import TABLE, read_quantity, units_of
+from flowgrpo.rewards.answers.units import UNIT_TABLE, read_quantity, units_of
 from flowgrpo.types import BadInput, Task
 
 REWARD = school()
@@ -49,7 +49,7 @@ def test_a_letter_is_itself_in_every_spelling_and_neither_another_nor_one_of_two
     assert value(gold, two.format(gold, other)) == value(other, two.format(gold, other)) == 0
 
 
-def test_options_are_read_from_metadata_or_the_question_and_stand_for_their_letters():
+def test_options_come_from_metadata_or_the_question_and_mean_their_letters():
     query = "What? (A) the core (B) the mantle\n(C) water"
     assert options_of(task(query)) == {"A": "the core", "B": "the mantle", "C": "water"}
     assert options_of(task(options=["x", "y"])) == {"A": "x", "B": "y"}
@@ -60,13 +60,13 @@ def test_options_are_read_from_metadata_or_the_question_and_stand_for_their_lett
     assert options_of(task("What?\nA. x\nB. y\n\nChoose one.")) == {"A": "x", "B": "y"}
     right = [("B", "Photosynthesis."), ("photosynthesis", "B"), ("photosynthesis", "**B. Photosynthesis**")]
     wrong = [("B", "B. respiration"), ("B", "respiration"), ("photosynthesis", "A. photosynthesis")]
-    listed = ["respiration", "photosynthesis"]
+    texts = ["respiration", "photosynthesis"]
     for labels in ("{0}", "{1}. {0}", "{1}) {0}", "({1}) {0}", "{1}: {0}", "({2}) {0}"):
-        options = [labels.format(text, letter, letter.lower()) for text, letter in zip(listed, "AB", strict=True)]
+        options = [labels.format(text, letter, letter.lower()) for text, letter in zip(texts, "AB", strict=True)]
         for pairs, score in ((right, 1), (wrong, 0)):
             for gold, output in pairs:
-                for given_options in (options, dict(zip("AB", options, strict=True))):
-                    assert value(gold, output, options=given_options) == score, (options, gold, output)
+                for listed_options in (options, dict(zip("AB", options, strict=True))):
+                    assert value(gold, output, options=listed_options) == score, (options, gold, output)
     assert options_of(task(options=["A. Smith", "C. Jones"])) == {"A": "A. Smith", "B": "C. Jones"}
     numbers = ["A. 0.9", "B. 0.7"]
     assert value("0.9", "A. 0.9", options=numbers) == value("B", "0.7", options=numbers) == 1
@@ -77,19 +77,24 @@ def test_options_are_read_from_metadata_or_the_question_and_stand_for_their_lett
 
 
 def test_letters_are_told_from_articles_and_pronouns():
-    said = {"A plant grows": None, "I think so": None, "A is right": {"A"}, "I pick option a": {"A"}, "not B": set()}
-    said["B, not A"] = {"B"}
-    assert {text: named_letters(text) for text in said} == said
-    assert labelled("b. photosynthesis") == ("B", "photosynthesis")
-    assert labelled("bring it") == ("", "bring it")
-    assert choice(task(), "42", "B") is None
+    letters = {"A plant grows": None, "I think so": None, "A is right": {"A"}, "I pick option a": {"A"}, "not B": set()}
+    letters["B, not A"] = {"B"}
+    assert {text: named_letters(text) for text in letters} == letters
+    assert split_label("b. photosynthesis") == ("B", "photosynthesis")
+    assert split_label("bring it") == ("", "bring it")
+    assert same_choice(task(), "42", "B") is None
 
 
 def test_every_spelling_of_a_unit_is_of_its_dimension():
-    spelled = [(dimension, one) for dimension, rows in TABLE.items() for _, names in rows for one in names.split()]
-    assert len(spelled) > 150
-    for dimension, one in spelled:
-        assert dimension in {unit.dimension for unit in units_of(one.replace("-", " "))}, one
+    spellings = [
+        (dimension, spelling)
+        for dimension, rows in UNIT_TABLE.items()
+        for _, names in rows
+        for spelling in names.split()
+    ]
+    assert len(spellings) > 150
+    for dimension, spelling in spellings:
+        assert dimension in {unit.dimension for unit in units_of(spelling.replace("-", " "))}, spelling
 
 
 UNITS = "km kg L h m g ml min cm s m^2 km/h °C N"
@@ -98,23 +103,23 @@ UNITS = "km kg L h m g ml min cm s m^2 km/h °C N"
 @given(st.integers(1, 500), st.sampled_from(UNITS.split()))
 def test_a_quantity_is_itself_in_every_spelling_and_no_other(number, unit):
     gold = f"{number} {unit}"
-    for spelled in (gold, f"{number}{unit}", f"{number}.0 {unit}", f"${number}\\text{{ {unit}}}$", f"It is {gold}."):
-        assert value(gold, spelled) == 1, spelled
-    more = f"{number + 1} {unit}"
-    for spelled in (more, f"-{gold}", f"{number} furlongs", f"not {gold}", f"{gold} or {more}"):
-        assert value(gold, spelled) == 0, spelled
+    for spelling in (gold, f"{number}{unit}", f"{number}.0 {unit}", f"${number}\\text{{ {unit}}}$", f"It is {gold}."):
+        assert value(gold, spelling) == 1, spelling
+    larger = f"{number + 1} {unit}"
+    for spelling in (larger, f"-{gold}", f"{number} furlongs", f"not {gold}", f"{gold} or {larger}"):
+        assert value(gold, spelling) == 0, spelling
 
 
 @given(st.integers(1, 99999))
 def test_units_convert_exactly(number):
-    for given_unit, said, right in (
+    for unit, output, right in (
         ("m", f"{number / 1000:.5f} km", 1),
         ("g", f"{number * 1000} mg", 1),
         ("cm^2", f"{number * 100} mm²", 1),
         ("min", f"{number // 60} h {number % 60} min", 1),
         ("m", f"{number} km", 0),
     ):
-        assert value(f"{number} {given_unit}", said) == right
+        assert value(f"{number} {unit}", output) == right
     for text in ("", "km", "5 km 3", "not 5 apples", "5 km or 6 km", "5 very many big green apples", "5 1"):
         assert read_quantity(text) is None, text
 
@@ -122,8 +127,14 @@ def test_units_convert_exactly(number):
 @given(st.dates(min_value=date(1000, 1, 1)))
 def test_a_date_is_itself_in_every_spelling(day):
     gold, name = f"{day:%B} {day.day}, {day.year}", f"{day:%A}, the {day.day}th of {day:%b} {day.year}"
-    for spelled in (gold, f"{day.day} {day:%B} {day.year}", day.isoformat(), f"{day.month}/{day.day}/{day.year}", name):
-        assert value(gold, spelled) == 1, spelled
+    for spelling in (
+        gold,
+        f"{day.day} {day:%B} {day.year}",
+        day.isoformat(),
+        f"{day.month}/{day.day}/{day.year}",
+        name,
+    ):
+        assert value(gold, spelling) == 1, spelling
     assert value(gold, f"{day:%B} {day.day}, {day.year - 1}") == 0
     assert value(gold, f"{day:%B} {day.day % 28 + 1}, {day.year}") == (day.day == day.day % 28 + 1)
 
@@ -140,17 +151,17 @@ def test_dates_and_times_are_read_or_are_none():
 
 
 @given(st.lists(st.integers(-50, 50), min_size=2, max_size=6), st.randoms())
-def test_a_list_is_itself_in_every_spelling_and_order_counts_where_asked(numbers, random):
+def test_a_list_is_itself_in_every_spelling_and_order_counts_if_asked(numbers, random):
     shuffled = random.sample(numbers, len(numbers))
     gold, other = (", ".join(map(str, items)) for items in (numbers, shuffled))
-    for spelled in (gold, other.replace(",", ";"), f"[{other}]"):
-        assert value(gold, spelled) == 1, spelled
+    for spelling in (gold, other.replace(",", ";"), f"[{other}]"):
+        assert value(gold, spelling) == 1, spelling
     assert value(f"({gold})", f"({other})") == value(gold, other, ordered=True) == (shuffled == numbers)
     assert value(gold, f"{gold}, 99") == 0
     assert value(gold, ", ".join(map(str, [numbers[0] + 1, *numbers[1:]]))) == 0
 
 
-def test_lists_split_at_the_top_level_and_long_ones_are_compared_word_by_word():
+def test_lists_split_at_the_top_level_and_long_ones_compare_as_texts():
     parts = {"(1, 2), (3, 4)": ("", ["(1, 2)", "(3, 4)"]), "{a, b}": ("{}", ["a", "b"]), "3 < 5": ("<", ["3", "5"])}
     parts |= {"1,234 and 5": ("", ["1,234", "5"]), "alone": ("", ["alone"])}
     assert {text: split_list(text) for text in parts} == parts
@@ -159,9 +170,9 @@ def test_lists_split_at_the_top_level_and_long_ones_are_compared_word_by_word():
 
 
 def test_yes_no_and_ratios_are_read_or_are_none():
-    said = dict.fromkeys(("Yes", "True", "Yes, it is", "t"), True)
-    said |= dict.fromkeys(("no.", "not true", "No, never"), False)
-    said |= dict.fromkeys(("", "maybe", "yes and no", "true or false", "Y axis", "no one", "none"))
-    assert {text: read_truth(text) for text in said} == said
+    truths = dict.fromkeys(("Yes", "True", "Yes, it is", "t"), True)
+    truths |= dict.fromkeys(("no.", "not true", "No, never"), False)
+    truths |= dict.fromkeys(("", "maybe", "yes and no", "true or false", "Y axis", "no one", "none"))
+    assert {text: read_truth(text) for text in truths} == truths
     assert read_ratio("6:8") == read_ratio("3 to 4")
     assert read_ratio("0:4") is read_ratio("3") is None

@@ -1,4 +1,4 @@
-"""Code by its tests: honest code gets its share, no cheat gets anything, and bad tests are nobody's failure."""
+"""Code judged by tests: honest code passes, cheats score 0, and bad tests are invalid."""
 
 import math
 import tracemalloc
@@ -12,13 +12,13 @@ from rewards.cheats import ATTACKS, CHEATS
 from rewards.honest import SOLUTIONS
 from timing import deadline
 
-from flowgrpo.contracts import Scored
+from flowgrpo.contracts import RewardResult
 from flowgrpo.rewards.code.blocks import find_code
 from flowgrpo.rewards.code.child import agree, decode_value, encode_value
 from flowgrpo.rewards.code.reward import code, same_output
 from flowgrpo.rewards.code.runner import CodeSettings, describe, run_steps
 from flowgrpo.rewards.code.split_tests import split_sources
-from flowgrpo.sandbox import Limits, Ran, Sandbox, SandboxFailure
+from flowgrpo.sandbox import Limits, RunResult, Sandbox, SandboxFailure
 from flowgrpo.types import BadInput, Task
 
 
@@ -30,16 +30,16 @@ def sandbox():
 
 @pytest.fixture(scope="module")
 def judge(sandbox):
-    """`judge(tests, output)` is what the reward says."""
+    """`judge(tests, output)` is the result of the reward."""
 
-    def score(tests, output, seconds=60.0, **more):
-        return code(sandbox, limits=Limits(seconds=seconds)).score(task(tests, **more), output)
+    def score(tests, output, seconds=60.0, **metadata):
+        return code(sandbox, limits=Limits(seconds=seconds)).score(task(tests, **metadata), output)
 
     return score
 
 
-def task(tests, **more) -> Task:
-    return Task("t", "Add two numbers.", (), "code", {"tests": tests, **more})
+def task(tests, **metadata) -> Task:
+    return Task("t", "Add two numbers.", (), "code", {"tests": tests, **metadata})
 
 
 def fenced(source: str) -> str:
@@ -100,18 +100,18 @@ def test_honest_code_passes(judge, name):
     assert scored.value == 1.0, scored
 
 
-def test_an_entry_point_may_be_named_like_a_builtin_and_is_handed_to_check(judge):
+def test_an_entry_point_may_have_the_name_of_a_builtin(judge):
     for tests in ("def check(candidate):\n    assert candidate(2, 3) == 5", "assert sum(2, 3) == 5"):
         assert judge(tests, "def sum(a, b): return a + b", entry_point="sum").value == 1.0
 
 
-def test_credit_is_the_share_of_tests_passed_or_all_or_nothing(sandbox, judge):
+def test_the_value_is_the_fraction_of_tests_passed_or_all_or_nothing(sandbox, judge):
     tests = ["assert f(1, 2) == 3", "assert f(2, 2) == 5", {"call": "f(0, 1)", "equals": 1}, {"stdout": "x"}]
     scored = judge(tests, ADD)
     assert scored.value == 0.5
     assert scored.parts == {"passed": 2.0, "tests": 4.0}
     assert scored.reason.startswith("2 of 4 tests passed; test 1 printed something else: ''")
-    strict = code(sandbox, credit=lambda passed, tests: float(passed == tests))
+    strict = code(sandbox, value_of=lambda passed, tests: float(passed == tests))
     assert [strict.score(task(tests[:size]), ADD).value for size in (1, 2)] == [1.0, 0.0]
 
 
@@ -125,33 +125,33 @@ DOOMED = {
 
 
 @pytest.mark.parametrize("line", DOOMED, ids=DOOMED.values())
-def test_R2_F5_a_call_that_goes_wrong_fails_its_own_test_only_and_is_scored(judge, line):
+def test_R2_F5_a_call_that_fails_fails_only_its_own_test(judge, line):
     source, seconds = f"def f(x):\n    {line}\n    return x", 2.0 if "sleep" in line else 60.0
     scored = judge("assert f(1) == 1\nassert f(2) == 2\nassert f(3) == 3", source, seconds)
     assert scored.value == pytest.approx(2 / 3)
     assert scored.reason == f"2 of 3 tests passed; line 2: f(2) == 2: {DOOMED[line]}"
 
 
-def test_R2_a_program_that_hangs_on_one_input_fails_that_test_only(judge):
+def test_R2_a_program_that_hangs_on_one_input_fails_only_that_test(judge):
     tests = [{"stdin": str(number), "stdout": str(number)} for number in range(3)]
     scored = judge(tests, "import time\nx = int(input())\nif x == 1: time.sleep(600)\nprint(x)", 2.0)
     assert (scored.value, scored.reason) == (pytest.approx(2 / 3), "2 of 3 tests passed; test 2 ran out of time")
 
 
 @pytest.mark.parametrize("value", ["10 ** 10", "'x' * 10", "float('nan')", "10 ** 4500"])
-def test_R2_a_value_that_makes_the_check_hang_or_die_fails_it_and_is_never_invalid(judge, value):
+def test_R2_a_value_that_makes_the_check_hang_fails_it(judge, value):
     assert judge("want = 3\nassert 10 ** (10 ** f(1)) == want", f"def f(x): return {value}", 2.0).value == 0.0
 
 
 @pytest.mark.parametrize("test", [{"stdin": "1", "stdout": "0"}, "assert f(1) == 0"], ids=["stdin", "calls"])
-def test_patience_bounds_what_a_hanging_program_costs(sandbox, test, monkeypatch):
-    ran, run = [], sandbox.run
-    monkeypatch.setattr(sandbox, "run", lambda *given, **more: ran.append(run(*given, **more)) or ran[-1])
-    reward = code(sandbox, patience=2, limits=Limits(seconds=1.0))
+def test_max_failed_runs_bounds_what_a_hanging_program_costs(sandbox, test, monkeypatch):
+    runs, run = [], sandbox.run
+    monkeypatch.setattr(sandbox, "run", lambda *args, **kwargs: runs.append(run(*args, **kwargs)) or runs[-1])
+    reward = code(sandbox, max_failed_runs=2, limits=Limits(seconds=1.0))
     scored = reward.score(task([test] * 50), "import time\ndef f(x): time.sleep(600)\nif __name__ == '__main__': f(1)")
     assert scored.value == 0.0
     assert scored.parts["tests"] == 50.0
-    assert [one.ended for one in ran].count("timeout") == 2
+    assert [result.ending for result in runs].count("timeout") == 2
 
 
 CALLS = """
@@ -176,7 +176,7 @@ def test_cheats_are_scored_as_failures(judge, name):
         assert scored.value == 0.0, scored
 
 
-# Tests and programs whose values leave the tests' own lines too little of something.
+# Tests, and programs whose values leave the tests' own lines too few resources.
 GREEDY = {
     "memory": ("assert f(1) == 1\nassert f(2) == 2\nx = sum(list(range(2 * 10 ** 6)))\nassert f(4) == 4",
                "from collections import deque\ndef f(x): return [deque() for _ in range(60_000)]"),
@@ -190,7 +190,7 @@ GREEDY = {
 
 
 @pytest.mark.parametrize("name", GREEDY)
-def test_values_that_leave_the_tests_too_little_are_a_loss(sandbox, name):
+def test_values_that_starve_the_tests_score_0(sandbox, name):
     tests, source = GREEDY[name]
     reward = code(sandbox, limits=Limits(seconds=20.0, memory=(100 if name == "memory" else 512) << 20))
     scored = reward.score(task(tests), source)
@@ -199,12 +199,16 @@ def test_values_that_leave_the_tests_too_little_are_a_loss(sandbox, name):
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_who_is_at_fault_where_the_tests_hang(alone):
+def test_who_is_at_fault_if_the_tests_hang(alone):
     def run(program, stdin="", **_):
         if "def f" in program:
-            return Ran("exited", 0, "-1 = null\n0 = 1\n1 = 1\n", "", 0.0)
+            return RunResult("exited", 0, "-1 = null\n0 = 1\n1 = 1\n", "", 0.0)
         both = "setup 1\ncheck 0\npassed 0\nsetup 3\n"
-        return Ran("timeout", None, both, "", 1.0) if stdin or not alone else Ran("exited", 0, "end 0\n", "", 0.0)
+        return (
+            RunResult("timeout", None, both, "", 1.0)
+            if stdin or not alone
+            else RunResult("exited", 0, "end 0\n", "", 0.0)
+        )
 
     tests = "x = 1\nassert f(1) == 1\ny = 2\nassert f(2) == 1"
     scored = code(SimpleNamespace(run=run)).score(task(tests), "def f(x): return 1")  # type: ignore[arg-type]
@@ -212,26 +216,26 @@ def test_who_is_at_fault_where_the_tests_hang(alone):
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_nothing_that_tests_expect_is_computed_where_the_candidate_can_reach_it(judge, name):
+def test_expected_values_are_computed_out_of_the_candidates_reach(judge, name):
     tests, program = ATTACKS[name]
     scored = judge(tests, program, 2.0)
     assert scored.value is not None, scored
     assert scored.value < 1.0, scored
 
 
-def test_what_cheats_and_malformed_answers_fail_can_be_passed(judge):
+def test_tests_that_cheats_fail_can_be_passed(judge):
     for answer in ("", "  \n", "```python\n```", "x" * (1 << 21), "é" * 9, "\ud800", "\0", "(" * 5000):
         assert [judge(tests, answer).value for tests in BY_WAY] == [0.0] * 2, answer[:9]
     honest = ADD + "\nif __name__ == '__main__':\n    print(f(*map(int, input().split())))"
     assert [judge(tests, honest).value for tests in BY_WAY] == [1.0] * 2
 
 
-def test_what_the_candidates_run_is_given_holds_no_expected_value():
-    seen = []
+def test_the_candidates_run_gets_no_expected_value():
+    calls = []
 
     def run(program, stdin="", **_):
-        seen.append((program, stdin))
-        return Ran("exited", 0, "", "", 0.0)
+        calls.append((program, stdin))
+        return RunResult("exited", 0, "", "", 0.0)
 
     secret = """
 data = {'in': 31337, 'out': 777001}
@@ -253,13 +257,13 @@ assert r == sorted(r) and len(r) == 777012
     reward.score(task(secret), "def f(x): return x")
     reward.score(task([{"call": "f(41414)", "equals": 777007}]), "def f(x): return x")
     reward.score(task([{"stdin": "41414", "stdout": "777008"}]), "def f(x): return x")
-    candidates = [(program, stdin) for program, stdin in seen if "def f(x): return x" in program]
+    candidates = [(program, stdin) for program, stdin in calls if "def f(x): return x" in program]
     assert len(candidates) >= 3
     for expected in ("7770", "sorted(u)", "u[::-1]"):
         assert not [run for run in candidates if expected in "".join(run)], expected
     steps = ("41414", "51515", "31337", "61616")
-    assert any(all(given in stdin for given in steps) for _, stdin in candidates)
-    assert not [program for program, _ in candidates for given in steps if given in program]
+    assert any(all(value in stdin for value in steps) for _, stdin in candidates)
+    assert not [program for program, _ in candidates for value in steps if value in program]
 
 
 BAD_TESTS = {
@@ -279,9 +283,9 @@ BAD_TESTS = {
     "assert 1 == 1": "hold no assert about the candidate",
     "def check(candidate):\n    assert candidate(1) == 1": "defines check, which nothing calls",
     "def help():\n    return f(1)\nassert help() == 1": "a helper that uses the candidate",
-    "y = f(1) + 1\nassert f(y) == 1": "hands the candidate what was computed from its own values",
+    "y = f(1) + 1\nassert f(y) == 1": "passes the candidate a value computed from its own values",
     "1 / 0\nassert f(1) == 1": "line 1 of its tests fails by itself",
-    "x = [lambda: 0][0]\nassert f(x) == 1": "hand the candidate `x`, which",
+    "x = [lambda: 0][0]\nassert f(x) == 1": "pass the candidate `x`, which",
     "for i in f(3):\n    assert i": "loops over something other than",
     "x = [1]\nassert f(x) is x": "compares by `is`",
     "x = [1]\nassert f(x) is not x": "compares by `is`",
@@ -311,21 +315,21 @@ BAD_CASES = [
 BAD_CASES.append(({"stdin": 3, "stdout": "3"}, "stdin of test 1 must be a text"))
 
 
-def test_tests_that_cant_be_split_or_used_are_invalid_and_say_where(judge):
+def test_unsplittable_tests_are_invalid_and_name_the_line(judge):
     for tests, words in (*BAD_TESTS.items(), *BAD_CASES):
         scored = judge(tests, "def f(x): return x")
         assert scored.value is None, tests
         assert words in scored.reason
 
 
-def test_F5_a_sandbox_that_fails_makes_a_reward_invalid_and_never_0(sandbox, monkeypatch):
-    def lost(*_, **__):
+def test_F5_a_failed_sandbox_makes_a_reward_invalid(sandbox, monkeypatch):
+    def fail(*_, **__):
         raise SandboxFailure("it was lost")
 
-    monkeypatch.setattr(sandbox, "run", lost)
+    monkeypatch.setattr(sandbox, "run", fail)
     scored = code(sandbox).score(task("assert f(1) == 1"), ADD)
-    assert scored == Scored(None, "the sandbox failed: it was lost")
-    monkeypatch.setattr(sandbox, "run", lambda *_, **__: Ran("exited", 1, '-3 ! ["no process"]\n', "", 0.0))
+    assert scored == RewardResult(None, "the sandbox failed: it was lost")
+    monkeypatch.setattr(sandbox, "run", lambda *_, **__: RunResult("exited", 1, '-3 ! ["no process"]\n', "", 0.0))
     scored = code(sandbox).score(task("assert f(1) == 1"), ADD)
     assert scored.value is None
     assert "no process" in scored.reason
@@ -358,7 +362,7 @@ def test_what_is_no_encoded_value_is_refused():
 @given(st.binary(max_size=200) | st.from_regex(rb"(-{0,2}[0-9]{1,3} [=!] [\[\]{}\"a-z0-9:, ]{0,20}\n){0,4}"))
 def test_whatever_the_candidates_run_writes_nothing_raises(written):
     assume(b"-3 " not in written)  # which the candidate can't write: no process could be made for it
-    ran = Ran("exited", 0, written.decode("utf-8", "replace"), "", 0.0)
+    ran = RunResult("exited", 0, written.decode("utf-8", "replace"), "", 0.0)
     box = SimpleNamespace(run=lambda *_, **__: ran)
     plan = split_sources(["assert f(1) == 2\nassert f(2) == 3"])
     records = run_steps("", plan, [], CodeSettings(box, 0.0, Limits(), 3))  # type: ignore[arg-type]
@@ -397,24 +401,24 @@ def test_outputs_are_compared_word_by_word():
     different = [("1\n2", "1 2"), ("1.0", "1"), ("0.11", "0.1"), ("inf", "1e999"), ("٣", "3"), ("0", "4.2e-9"),
                  ("4.3e-9", "4.2e-9"), ("1e998", "1e999"), ("1\n2", "1"), ("1", "1\n2"),
                  ("1 2", "1"), ("\n1", "1")]  # fmt: skip
-    found = {pair: same_output(*pair, 1e-6) for pair in same + different}
-    assert found == dict.fromkeys(same, True) | dict.fromkeys(different, False)
+    results = {pair: same_output(*pair, 1e-6) for pair in same + different}
+    assert results == dict.fromkeys(same, True) | dict.fromkeys(different, False)
 
 
-def test_a_float_in_equals_is_met_relative_to_what_is_expected():
+def test_a_float_in_equals_is_met_within_the_relative_tolerance():
     same = [(4.2000000001e-9, 4.2e-9), (1e-9, 0.0), (-1e-9, 0), (3, 3.0), ((1, 0.3), [1.0, 0.1 + 0.2])]
     different = [(0.0, 4.2e-9), (0, 4.2e-9), (math.inf, 1e300), (True, 1.0), (math.nan, 0.0), (2e-6, 0.0)]
     assert [agree(*pair, 1e-6) for pair in same + different] == [True] * len(same) + [False] * len(different)
 
 
-def test_R2_what_a_program_writes_costs_the_host_time_and_memory_in_proportion_to_what_is_expected():
+def test_R2_a_flood_of_output_costs_the_host_bounded_time_and_memory():
     with deadline(1.0):  # a pattern that tries each split of the digits takes 12 s for each of three
         for word in ("1" * 30_000 + "x", "+." + "1" * 30_000 + "e", "1e" + "1" * 30_000 + "x", "." * 30_000):
             assert not same_output(word, "5", 1e-6)
             assert not same_output(word, "5.5", 1e-6)
     plan = split_sources(["assert f(1) == 2"])
     for flood in ("1\n" * 400_000, "0 !\n" * 200_000, "1 " * 400_000, '0 ! ["' + "E" * 800_000 + '"]\n'):
-        box = SimpleNamespace(run=lambda *_, text=flood, **__: Ran("exited", 0, text, "", 0.0))
+        box = SimpleNamespace(run=lambda *_, text=flood, **__: RunResult("exited", 0, text, "", 0.0))
         tracemalloc.start()
         try:
             assert not same_output(flood, "1\n2", 1e-6)
@@ -425,10 +429,10 @@ def test_R2_what_a_program_writes_costs_the_host_time_and_memory_in_proportion_t
         assert peak < 3 * len(flood), flood[:9]
 
 
-def test_many_answers_are_judged_in_their_order_and_settings_that_mean_nothing_are_refused(sandbox):
+def test_answers_are_judged_in_order_and_senseless_settings_refused(sandbox):
     tasks = [task(f"assert f(0) == {number % 2}") for number in range(4)]
-    scored = code(sandbox, workers=2).many(tasks, [f"def f(x): return {number}" for number in range(4)])
-    assert [one.value for one in scored] == [1.0, 1.0, 0.0, 0.0]
-    for settings in ({"tolerance": -1.0}, {"tolerance": float("nan")}, {"patience": 0}, {"workers": 0}):
+    scored = code(sandbox, workers=2).score_all(tasks, [f"def f(x): return {number}" for number in range(4)])
+    assert [result.value for result in scored] == [1.0, 1.0, 0.0, 0.0]
+    for settings in ({"tolerance": -1.0}, {"tolerance": float("nan")}, {"max_failed_runs": 0}, {"workers": 0}):
         with pytest.raises(BadInput, match="code: "):
             code(sandbox, **settings)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowgrpo.rewards.vision.boxes import (
-    SHOWN,
+    MAX_BOXES,
     best_match,
     box_f1,
     box_iou,
@@ -59,7 +59,7 @@ def test_boxes_points_and_counts_are_read_from_text():
         (task(UNIT), "[3, 3, 3, 3]", 0.0, 0.0),
         (task(UNIT), FULL + OTHER, 0.5, 2 / 3),  # one too many
         (TWO, OTHER + FULL, 1.0, 1.0),
-        (TWO, FULL + FULL, 0.5, 0.5),  # repeating one does not pay
+        (TWO, FULL + FULL, 0.5, 0.5),  # repeating one gains nothing
         (TWO, FULL, 0.5, 2 / 3),
         (task(answers=(FULL,)), FULL, 1.0, 1.0),
     ],
@@ -69,13 +69,13 @@ def test_boxes_by_hand(gold, answer, mean, f1):
     assert box_f1().score(gold, answer).value == pytest.approx(f1)
 
 
-def test_boxes_in_numbers_do_not_pay():
+def test_many_boxes_gain_nothing():
     many = " ".join(f"[{x}, {y}, {x + 10}, {y + 10}]" for x in range(10) for y in range(10))
     assert box_f1(threshold=0.99).score(task(UNIT), many).value == pytest.approx(2 / 101)
     assert box_iou().score(task(UNIT), "none") == (0.0, "the answer names no box", {})
     scored = box_iou().score(task(UNIT), many + "[1, 2, 3, 4]")
     assert scored.value == 0.0
-    assert str(SHOWN) in scored.reason
+    assert str(MAX_BOXES) in scored.reason
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_boxes_in_numbers_do_not_pay():
         (count_match(), task(), "4", None),
         (count_match(), task(count="many"), "4", None),
         (count_match(), task(count=True), "4", None),
-        (count_match(credit=near), task(count=4), "5", 0.75),
-        (count_match(credit=near), task(count=0), "9", 0.0),
+        (count_match(value_of=near), task(count=4), "5", 0.75),
+        (count_match(value_of=near), task(count=0), "9", 0.0),
     ],
 )
 def test_points_and_counts_by_hand(reward, gold, answer, value):
@@ -107,7 +107,9 @@ def test_the_matching_is_the_best_of_all_and_iou_is_symmetric(found, gold):
     np.testing.assert_allclose(worth_bg, iou(gold_gf, found_bf).T)
     small, large = sorted(worth_bg.shape)
     wide = worth_bg if worth_bg.shape[0] == small else worth_bg.T
-    best = max(sum(wide[i, j] for i, j in enumerate(each)) for each in itertools.permutations(range(large), small))
+    best = max(
+        sum(wide[i, j] for i, j in enumerate(columns)) for columns in itertools.permutations(range(large), small)
+    )
     assert best_match(worth_bg).sum() == pytest.approx(best)
 
 
@@ -138,17 +140,17 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_caption_is_scored_against_the_tasks_image_and_a_drawing_against_the_query(folder):
+def test_captions_are_scored_against_images_and_drawings_against_queries(folder):
     reward = caption_score(brightness, folder=folder)
     tasks = [task(image=name) for name in ("dark.png", "grey.png", "absent.png", "dark.png")]
-    scored = reward.many(tasks, ["abc", "abc", "abc", " "])
-    assert [one.value for one in scored] == [13.0, 93.0, None, 0.0]
-    assert scored[0] == reward.score(tasks[0], "abc")
+    results = reward.score_all(tasks, ["abc", "abc", "abc", " "])
+    assert [result.value for result in results] == [13.0, 93.0, None, 0.0]
+    assert results[0] == reward.score(tasks[0], "abc")
     drawn = picture_score(brightness, lambda answer: np.full((2, 2, 3), len(answer), np.uint8))
     assert drawn.score(task(), "rect").value == 4 + len("Where?")
 
 
-def test_what_cant_be_had_or_scored_is_invalid_and_an_image_is_named_by_its_path(folder, monkeypatch):
+def test_a_missing_image_or_score_is_invalid_and_the_path_is_named(folder, monkeypatch):
     for name, message in (("absent.png", "absent.png does not exist"), ("text.png", "text.png can't be read")):
         scored = caption_score(brightness, folder=folder).score(task(image=name), "abc")
         assert scored.value is None
@@ -162,6 +164,6 @@ def test_what_cant_be_had_or_scored_is_invalid_and_an_image_is_named_by_its_path
 
     for scorer in (fail, lambda images, _: np.full(len(images), np.nan)):
         assert caption_score(scorer, folder=folder).score(task(image="dark.png"), "abc").value is None
-    monkeypatch.setattr("flowgrpo.rewards.vision.boxes.MOST_PIXELS", 11)  # it is refused before it is read
+    monkeypatch.setattr("flowgrpo.rewards.vision.boxes.MAX_PIXELS", 11)  # it is refused before it is read
     with pytest.raises(BadInput, match=r"dark.png has 4 x 3 pixels"):
         load_image(folder / "dark.png")

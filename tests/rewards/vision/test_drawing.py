@@ -1,4 +1,4 @@
-"""Drawing: what commands cover, what a picture scores, held-out splits, and lines that are no drawing."""
+"""Drawing: pixels that commands cover, values of pictures, held-out splits, and malformed lines."""
 
 from collections import Counter
 
@@ -7,15 +7,15 @@ import pytest
 
 from flowgrpo.rewards.vision.drawing import (
     COLORS,
-    MOST_LINES,
+    MAX_LINES,
     SIZE,
     SPLITS,
     drawing_reward,
+    gold_commands,
     make_drawings,
-    oracle,
     picture_of,
     render_drawing,
-    things,
+    shapes_of,
 )
 from flowgrpo.types import BadInput, Task
 
@@ -30,7 +30,7 @@ def pixels(commands):
     return render_drawing(commands).pixels_yx
 
 
-def test_shapes_cover_the_pixels_that_they_should_and_later_ones_those_below():
+def test_shapes_cover_their_pixels_and_later_ones_cover_earlier_ones():
     rect = pixels("rect 2 3 4 5 red")
     assert (rect[3:8, 2:6] == COLORS.index("red")).all()
     assert (rect > 0).sum() == 20
@@ -48,13 +48,13 @@ def test_shapes_cover_the_pixels_that_they_should_and_later_ones_those_below():
     assert not pixels("rect 0 0 9 9 red\nrect 0 0 64 64 white").any()
 
 
-def test_what_lies_outside_is_not_drawn():
+def test_pixels_outside_the_canvas_are_not_drawn():
     assert not pixels("circle 0 0 0 red\nrect 64 0 9 9 red\nrect 0 0 -5 5 red\ncircle 900 900 9 red").any()
     assert (pixels("circle -10 -10 999 red") > 0).all()
     assert (pixels("line -999 5 999 5 red") > 0).sum() == SIZE
 
 
-def test_a_malformed_line_and_one_too_many_are_counted_and_the_others_are_drawn():
+def test_malformed_and_superfluous_lines_are_counted_and_others_drawn():
     malformed = (
         "rect 1 2 3 red|circle 1 2 3 4 red|rect 1 2 3 4 pink|square 1 2 3 4 red|rect 1.5 2 3 4 red|RECT 1 2 3 4 red"
     )
@@ -62,13 +62,13 @@ def test_a_malformed_line_and_one_too_many_are_counted_and_the_others_are_drawn(
     for line in malformed.split("|"):
         drawn = render_drawing(f"\n{line}\n  rect 0 0 2 2 red \n")
         assert (drawn.commands, drawn.malformed, (drawn.pixels_yx > 0).sum()) == (1, 1, 4), line
-    drawn = render_drawing("rect 0 0 2 2 red\n" * MOST_LINES + "rect 0 0 64 64 blue")
-    assert (drawn.commands, drawn.malformed, (drawn.pixels_yx > 0).sum()) == (MOST_LINES, 1, 4)
+    drawn = render_drawing("rect 0 0 2 2 red\n" * MAX_LINES + "rect 0 0 64 64 blue")
+    assert (drawn.commands, drawn.malformed, (drawn.pixels_yx > 0).sum()) == (MAX_LINES, 1, 4)
 
 
 VALUES = {
     "rect 0 0 10 10 red": 1.0,
-    "rect 0 0 5 10 red\nrect 5 0 5 10 red": 1.0,  # the same picture in other words
+    "rect 0 0 5 10 red\nrect 5 0 5 10 red": 1.0,  # the same picture by other commands
     "Here it is:\nrect 0 0 10 10 red": 1.0,
     "rect 0 0 10 5 red": 0.5,
     "rect 0 0 10 10 red\nrect 30 30 5 5 blue": 0.5,  # a colour too many
@@ -79,7 +79,7 @@ VALUES = {
 }
 
 
-def test_values_by_hand_parts_and_gold_that_cant_be_drawn():
+def test_values_by_hand_and_gold_that_cant_be_drawn():
     gold = {"commands": "rect 0 0 10 10 red"}
     assert {answer: score(answer, gold).value for answer in VALUES} == pytest.approx(VALUES)
     scored = score("rect 0 0 10 10 red\noops", {"commands": "rect 0 0 10 10 red\ncircle 40 40 5 blue"})
@@ -90,35 +90,38 @@ def test_values_by_hand_parts_and_gold_that_cant_be_drawn():
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_the_oracle_scores_1_in_any_order_and_an_empty_canvas_0(split):
-    for one in make_drawings(3, 40, split, most=9):
-        lines = oracle(one).splitlines()
-        assert sum((pixels(line) > 0).sum() for line in lines) == (pixels(oracle(one)) > 0).sum()  # they lie apart
+def test_gold_commands_score_1_in_any_order_and_an_empty_canvas_0(split):
+    for task in make_drawings(3, 40, split, max_shapes=9):
+        lines = gold_commands(task).splitlines()
+        covered = (pixels(gold_commands(task)) > 0).sum()
+        assert sum((pixels(line) > 0).sum() for line in lines) == covered  # no shapes overlap
         for answer, value in (("\n".join(lines), 1.0), ("\n".join(reversed(lines)), 1.0), ("", 0.0)):
-            assert REWARD.score(one, answer).value == value
+            assert REWARD.score(task, answer).value == value
 
 
-def test_tasks_follow_from_seed_split_and_index_and_tell_one_to_three_things():
+def test_tasks_follow_from_seed_split_and_index():
     tasks = make_drawings(0, 300)
     assert (make_drawings(0, 20), make_drawings(0, 0)) == (tasks[:20], [])
-    assert len({one.id for split in SPLITS for seed in (0, 1) for one in make_drawings(seed, 20, split)}) == 120
-    counts = Counter(len(oracle(one).splitlines()) for one in tasks)
+    assert len({task.id for split in SPLITS for seed in (0, 1) for task in make_drawings(seed, 20, split)}) == 120
+    counts = Counter(len(gold_commands(task).splitlines()) for task in tasks)
     assert set(counts) == {1, 2, 3}
     assert min(counts.values()) > 60
-    assert all(line.split()[-1] in tasks[0].query.split("\n")[0] for line in oracle(tasks[0]).splitlines())
-    for bad in ({"split": "dev"}, {"most": 0}, {"most": 10}, {"count": -1}, {"seed": -1}):
+    assert all(line.split()[-1] in tasks[0].query.split("\n")[0] for line in gold_commands(tasks[0]).splitlines())
+    for bad in ({"split": "dev"}, {"max_shapes": 0}, {"max_shapes": 10}, {"count": -1}, {"seed": -1}):
         with pytest.raises(BadInput):
             make_drawings(**({"seed": 0, "count": 3, "split": "train"} | bad))
 
 
-def test_splits_share_no_thing_and_each_word_of_a_test_is_met_in_training():
-    pools = {split: things(split) for split in SPLITS}
+def test_splits_share_no_shape_and_training_has_each_word_of_a_test():
+    pools = {split: shapes_of(split) for split in SPLITS}
     assert sum(map(len, pools.values())) == len(set().union(*pools.values())) == 12 * 6 * 9
     assert 0.75 < len(pools["train"]) / (12 * 6 * 9) < 0.85
-    drawn = [{line for one in make_drawings(0, 300, split) for line in oracle(one).splitlines()} for split in SPLITS]
-    assert sum(map(len, drawn)) == len(set().union(*drawn))
+    commands = [
+        {line for task in make_drawings(0, 300, split) for line in gold_commands(task).splitlines()} for split in SPLITS
+    ]
+    assert sum(map(len, commands)) == len(set().union(*commands))
     for field in range(5):
-        assert {thing[field] for thing in pools["test"]} <= {thing[field] for thing in pools["train"]}
+        assert {shape[field] for shape in pools["test"]} <= {shape[field] for shape in pools["train"]}
 
 
 def test_a_picture_has_the_colours_of_the_palette():

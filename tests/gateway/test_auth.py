@@ -1,4 +1,4 @@
-"""Who comes in: names, origins, kinds of bodies, tokens, and connections that send nothing."""
+"""Access to a gateway: host names, origins, content types, tokens, and connections that send nothing."""
 
 import contextlib
 import socket
@@ -9,26 +9,32 @@ import pytest
 from gateway_cases import post
 
 import flowgrpo as fg
-from flowgrpo.gateway import doors
-from flowgrpo.gateway.doors import Doors
+from flowgrpo.gateway import auth
+from flowgrpo.gateway.auth import AccessPolicy
 from flowgrpo.gateway.server import Gateway
-from flowgrpo.gateway.wire import Answer
+from flowgrpo.gateway.wire import ChatResponse
 
 ASK = {"messages": [{"role": "user", "content": "what is two"}]}
 PAGE = "http://localhost:3000"
 
 
-async def answer(_asked):
-    return [Answer(content="4", finish_reason="stop", tokens=(1,), prompt=(1,))]
+async def complete(_request):
+    return [ChatResponse(content="4", finish_reason="stop", tokens=(1,), prompt=(1,))]
 
 
-async def swap(_body):
+async def update_weights(_body):
     return {"version": 7}
 
 
 @pytest.fixture(scope="module")
 def root():
-    with Gateway(model="tiny", spell=str, ask=answer, swap=swap, origins=[PAGE], hosts=["box.local"]) as gateway:
+    with Gateway(
+        model="tiny",
+        decode=str,
+        complete=complete,
+        update_weights=update_weights,
+        access=AccessPolicy(origins=(PAGE,), hosts=("box.local",)),
+    ) as gateway:
         yield gateway.url.removesuffix("/v1")
 
 
@@ -42,40 +48,40 @@ def root():
         ({"host": "[::1]:8000"}, 200),
         ({"host": "box.local"}, 200),
         ({"origin": PAGE}, 200),
-        ({"host": "evil.example:8000"}, 403),  # whose name was bound to this address
+        ({"host": "evil.example:8000"}, 403),  # DNS rebinding
         ({"host": "localhost.evil.example"}, 403),
         ({"host": "127.0.0.1@evil.example"}, 403),
         ({"host": ""}, 403),
         ({"origin": "http://evil.example"}, 403),
-        ({"origin": "null"}, 403),  # of a frame in a sandbox
+        ({"origin": "null"}, 403),  # a sandboxed frame
         ({"origin": f"{PAGE}.evil.example"}, 403),
         ({"origin": "\xff"}, 403),
-        ({"content-type": "text/plain"}, 415),  # which pages may send unasked
+        ({"content-type": "text/plain"}, 415),  # pages may send it without a preflight
         ({"content-type": "application/x-www-form-urlencoded", "referer": PAGE}, 415),
         ({"content-type": "application/x-www-form-urlencoded", "sec-fetch-site": "cross-site"}, 415),
         ({"content-type": "multipart/form-data; boundary=x"}, 415),
     ],
 )
-def test_pages_and_other_names_are_kept_out(root, path, headers, status):
+def test_foreign_pages_and_host_names_are_refused(root, path, headers, status):
     raw = {name: value.encode("latin-1") for name, value in headers.items()}
-    found, body = post(root + path, ASK, headers=raw)
-    assert found == status, body
+    actual, body = post(root + path, ASK, headers=raw)
+    assert actual == status, body
     if status != 200:
         assert "\n" not in body["error"]["message"]
 
 
-def test_only_clients_may_call_any_body_a_form(root):
+def test_only_programs_may_label_any_body_a_form(root):
     headers = {"content-type": "application/x-www-form-urlencoded"}  # curl -d, urllib
     assert post(f"{root}/v1/chat/completions", ASK, headers=headers)[0] == 200
     assert post(f"{root}/weights", ASK, headers=headers)[0] == 415
 
 
-def test_an_allowed_page_is_told_that_it_may(root):
+def test_an_allowed_origin_passes_its_preflight(root):
     asks = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    told = httpx.options(f"{root}/v1/chat/completions", headers=asks)
-    assert (told.status_code, told.headers["access-control-allow-headers"]) == (204, "authorization")
-    answered = httpx.post(f"{root}/v1/chat/completions", json=ASK, headers={"origin": PAGE})
-    for response in (told, answered):
+    preflight = httpx.options(f"{root}/v1/chat/completions", headers=asks)
+    assert (preflight.status_code, preflight.headers["access-control-allow-headers"]) == (204, "authorization")
+    posted = httpx.post(f"{root}/v1/chat/completions", json=ASK, headers={"origin": PAGE})
+    for response in (preflight, posted):
         assert response.headers["access-control-allow-origin"] == PAGE
     other = httpx.options(f"{root}/v1/chat/completions", headers=asks | {"origin": "http://evil.example"})
     assert (other.status_code, "access-control-allow-origin" in other.headers) == (403, False)
@@ -86,8 +92,14 @@ def bearer(token: str, scheme: str = "Bearer") -> dict[str, str]:
 
 
 @pytest.mark.parametrize("admin_token", ["master", None])
-def test_clients_and_administration_have_tokens_of_their_own(admin_token):
-    with Gateway(model="tiny", spell=str, ask=answer, swap=swap, token="guest", admin_token=admin_token) as gateway:
+def test_clients_and_administrators_have_different_tokens(admin_token):
+    with Gateway(
+        model="tiny",
+        decode=str,
+        complete=complete,
+        update_weights=update_weights,
+        access=AccessPolicy(token="guest", admin_token=admin_token),
+    ) as gateway:
         root = gateway.url.removesuffix("/v1")
         for headers in ({}, bearer("gues"), bearer("guestt"), bearer("guest", "Basic"), {"authorization": "guest"}):
             assert post(f"{gateway.url}/chat/completions", ASK, headers=headers)[0] == 401
@@ -115,9 +127,9 @@ def test_clients_and_administration_have_tokens_of_their_own(admin_token):
         ({"origins": ("http://a/b",)}, "must be a scheme and a host"),
     ],
 )
-def test_settings_that_keep_everybody_out_or_in_are_refused(settings, words):
+def test_bad_tokens_hosts_and_origins_are_refused(settings, words):
     with pytest.raises(fg.BadInput, match=words):
-        Doors(**{"host": "127.0.0.1", **settings})
+        AccessPolicy(**settings)
 
 
 def is_closed(client: socket.socket, seconds: float) -> bool:
@@ -132,16 +144,16 @@ def is_closed(client: socket.socket, seconds: float) -> bool:
 
 def test_connections_that_send_no_request_are_closed(monkeypatch):
     """Silent ones, and those that send a byte now and then, of a first request or of a later one."""
-    monkeypatch.setattr(doors, "HEAD_SECONDS", 0.4)
+    monkeypatch.setattr(auth, "HEAD_SECONDS", 0.4)
     whole = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with Gateway(model="tiny", spell=str, ask=answer) as gateway:
+    with Gateway(model="tiny", decode=str, complete=complete) as gateway:
         address = (gateway.host, gateway.port)
         silent, slow, later = (socket.create_connection(address, timeout=20) for _ in range(3))
         later.sendall(whole)
         assert b"200" in later.recv(1000)
-        began, sent = time.monotonic(), 0
+        start, sent = time.monotonic(), 0
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() - began < 3:
+            while time.monotonic() - start < 3:
                 for client in (slow, later):
                     client.sendall(b"GET /"[sent : sent + 1] or b"a")
                 sent += 1
@@ -155,11 +167,11 @@ def test_connections_that_send_no_request_are_closed(monkeypatch):
         assert httpx.get(f"{gateway.url}/models").status_code == 200
 
 
-def test_idle_connections_make_room_for_others(monkeypatch):
-    monkeypatch.setattr(doors, "MAX_CONNECTIONS", 8)
-    with Gateway(model="tiny", spell=str, ask=answer) as gateway, httpx.Client() as kept:
+def test_new_connections_close_idle_ones(monkeypatch):
+    monkeypatch.setattr(auth, "MAX_CONNECTIONS", 8)
+    with Gateway(model="tiny", decode=str, complete=complete) as gateway, httpx.Client() as browser:
         crowd = [socket.create_connection((gateway.host, gateway.port), timeout=20) for _ in range(40)]
-        assert kept.get(f"{gateway.url}/models").status_code == 200
+        assert browser.get(f"{gateway.url}/models").status_code == 200
         assert is_closed(crowd[0], 10)
         assert not is_closed(crowd[-1], 0.1)
         for client in crowd:
