@@ -52,7 +52,7 @@ def check_file(path: Path, root: Path) -> None:
         raise BadInput(f"{path} leads out of its folder, to {real}: copy that file into the folder, if it is meant")
     max_bytes = MAX_TOKENIZER_BYTES if path.name == TOKENIZER else MAX_JSON_BYTES
     if path.suffix == ".json" and stats.st_size > max_bytes:
-        raise BadInput(f"{path} has {stats.st_size} bytes, where {max_bytes} are the most: it is no file of a model")
+        raise BadInput(f"{path} has {stats.st_size} bytes, more than {max_bytes}: it is no file of a model")
 
 
 def path_inside(folder: Path, name: JSON, index: Path) -> Path:
@@ -83,9 +83,7 @@ def check_tokenizer(folder: Path) -> None:
         )
     added, model = parts.get("added_tokens") or [], parts.get("model") or {}
     if len(added) > MAX_ADDED_TOKENS:
-        raise BadInput(
-            f"{path}: added_tokens has {len(added)} entries, where {MAX_ADDED_TOKENS} are the most: take some out"
-        )
+        raise BadInput(f"{path}: added_tokens has {len(added)} entries, more than {MAX_ADDED_TOKENS}: remove some")
     ids = [token.get("id") for token in added if isinstance(token, dict)]
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids += list(vocabulary.values()) if isinstance(vocabulary, dict) else []
@@ -94,13 +92,13 @@ def check_tokenizer(folder: Path) -> None:
     if isinstance(model, dict) and (model.get("max_input_chars_per_word") or 0) > MAX_WORD_CHARS:
         size = model["max_input_chars_per_word"]
         raise BadInput(
-            f"{path}: model.max_input_chars_per_word is {size}, where {MAX_WORD_CHARS} is the most: lower it"
+            f"{path}: model.max_input_chars_per_word is {size}, above the maximum of {MAX_WORD_CHARS}: lower it"
         )
     for field in ("normalizer", "pre_tokenizer", "decoder"):
         if (factor := growth(parts.get(field), decodes=field == "decoder")) > MAX_GROWTH:
             raise BadInput(
-                f"{path}: the steps of its {field} can make a text {factor:.3g} times as long, where {MAX_GROWTH} "
-                "times are the most: take out those that repeat each other"
+                f"{path}: the steps of its {field} can make a text {factor:.3g} times as long, above the "
+                f"maximum of {MAX_GROWTH}: remove steps that repeat each other"
             )
 
 

@@ -168,10 +168,10 @@ class _Reader:
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
             why = "has its bytes in the order of big-endian machines" if swapped else f"is of version {version}"
-            raise BadInput(f"{file} {why}, where versions 2 and 3 are read: convert the model again")
+            raise BadInput(f"{file} {why}, and only versions 2 and 3 can be read: convert the model again")
         for name, count in (("tensors", self.tensors), ("entries of metadata", self.entries)):
             if count > MAX_ENTRIES:
-                raise BadInput(f"{file} says that it has {count} {name}, where {MAX_ENTRIES} are the most: {FIX}")
+                raise BadInput(f"{file} claims {count} {name}, more than {MAX_ENTRIES}: {FIX}")
         self.at = 24
 
     def refuse_magic(self, magic: bytes) -> None:
@@ -236,7 +236,7 @@ class _Reader:
         """Name, shape with rows first, type and offset of a tensor."""
         name, axes = self.string(), self.unpack("I")
         if not 1 <= axes <= MAX_AXES:
-            raise BadInput(f"{self.file}: {name!r:.80} has {axes} axes, where 1 to {MAX_AXES} are read: {FIX}")
+            raise BadInput(f"{self.file}: {name!r:.80} has {axes} axes instead of 1 to {MAX_AXES}: {FIX}")
         shape = tuple(self.unpack("Q") for _ in range(axes))[::-1]
         if min(shape) < 1 or np.prod([float(size) for size in shape]) > 2.0**48:
             raise BadInput(f"{self.file}: {name!r:.80} has the shape {list(shape)}: {FIX}")

@@ -65,7 +65,7 @@ class EnvProcess:
         """Names of the environment's tools; `BadInput` if it can't be reset."""
         answer = self._request("check", "reset", {"seed": 0, "task": {}})
         if reason := answer.get("failed") or answer.get("why"):
-            raise BadInput(f"the environment {self.kind}:{self.spec} can't be begun: {reason}")
+            raise BadInput(f"the environment {self.kind}:{self.spec} can't be started: {reason}")
         self._send({"number": next(self._numbers), "episode": "check", "ask": "close"})
         return tuple(tool["function"]["name"] for tool in answer.get("tools") or ())
 

@@ -380,7 +380,7 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _scatter_first(params: Params, rows: Any, name: str) -> tuple:
-    """Make the backward pass scatter the gradients of the parameters of this name before it goes on to the rows.
+    """Make the backward pass scatter the gradients of the parameters of this name before it continues with the rows.
 
     Otherwise XLA keeps the whole gradient of the unembedding until that of the layers is done. Returns both arguments.
     """

@@ -359,7 +359,7 @@ def hindsight() -> Study:
 
     All planners imitated demonstrations half of which begin with such a hint, so that they can read one; questions in
     training and evaluations have none. Expected: what the hinted planner knows is distilled within few updates, since
-    every token is told apart; it can't be better than that planner, and Flow-GRPO beside it goes on from there. A
+    every token is judged separately; it can't be better than that planner, and Flow-GRPO continues from there. A
     teacher who is the policy of the update ("moving") unlearns to read hints, and both lose: this was seen in a first
     run of the study, all of whose teachers moved, and a frozen one was added for that.
     """

@@ -155,7 +155,7 @@ class Checkpoints:
         self._wait_for_writer()
         best, unreadable = self._find_best()
         for step, error in unreadable.items():
-            raise BadInput(f"which checkpoint is best can't be told: {self._damaged(step, CONTENT, error)}") from error
+            raise BadInput(f"the best checkpoint is unknown: {self._damaged(step, CONTENT, error)}") from error
         return best
 
     def save(self, step: int, tree: PyTree, metadata: Mapping[str, JSON] | None = None) -> None:

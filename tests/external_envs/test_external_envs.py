@@ -156,9 +156,9 @@ def test_F5_an_environment_that_ends_its_process_takes_no_part(counter):
 @pytest.mark.parametrize(
     ("kind", "spec", "why"),
     [
-        ("trl", "external_env_cases:Broken", "can't be begun: RuntimeError: no licence"),
-        ("trl", "no_module:X", "can't be begun: ModuleNotFoundError: No module named 'no_module'"),
-        ("openenv", "ws://127.0.0.1:1/ws", "can't be begun: "),
+        ("trl", "external_env_cases:Broken", "can't be started: RuntimeError: no licence"),
+        ("trl", "no_module:X", "can't be started: ModuleNotFoundError: No module named 'no_module'"),
+        ("openenv", "ws://127.0.0.1:1/ws", "can't be started: "),
     ],
 )
 def test_an_environment_that_cannot_start_gives_one_sentence(monkeypatch, kind, spec, why):

@@ -403,9 +403,7 @@ def test_damaged_best_checkpoint_is_reported_and_kept(tmp_path):
     checkpoints.save(3, {"step": 3}, {"success": 0.6})
     checkpoints.save(4, {"step": 4}, {"success": 0.4})
     assert checkpoints.steps() == [1, 3, 4]
-    message = (
-        r"which checkpoint is best can't be told: .*00000001 is damaged \(.* saved\): remove that folder to resume from"
-    )
+    message = r"the best checkpoint is unknown: .*00000001 is damaged \(.* saved\): remove that folder to resume from"
     with pytest.raises(BadInput, match=f"{message} step 4$"):
         checkpoints.best()
     shutil.rmtree(content.parent)

@@ -270,7 +270,7 @@ def test_damage_is_reported_before_resuming(whole, tmp_path):
     content = tmp_path / "run" / "checkpoints" / f"{best:08d}" / checkpoints.CONTENT
     assert best != 5
     content.write_text(content.read_text().replace("validation", "valuation"))
-    with pytest.raises(BadInput, match=rf"which checkpoint is best can't be told: .*{best:08d} is damaged"):
+    with pytest.raises(BadInput, match=rf"the best checkpoint is unknown: .*{best:08d} is damaged"):
         run_session(work, tmp_path / "run", every=EVERY)
     with pytest.raises(BadInput, match="has no checksums of its metrics"):
         files.MetricsWriter(tmp_path, {files.METRICS: {"bytes": 0}, "../run.json": files.START})
