@@ -16,7 +16,7 @@ from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.critic import make_critic
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.trainable import actor_params
-from flowgrpo.rollout.compiled import shuffled_rewards
+from flowgrpo.rollout.compiled import shuffled_rewards, trajectory_metrics
 from flowgrpo.rollout.exams import make_evaluation_rollout
 from flowgrpo.run.session import train_line
 

@@ -121,7 +121,7 @@ class HostedRollout:
         self,
         tasks: Sequence[Any],
         keys,
-        groups: Sequence[int],
+        groups: Sequence[int] | np.ndarray,
         *,
         unfinished: Sequence[PartialTrajectory] = (),
         budget: int | None = None,

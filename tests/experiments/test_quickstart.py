@@ -66,7 +66,7 @@ def test_a_finished_run_teaches_another_of_its_shape(command, whole, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, session.state.reference, teacher)
     assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (session.start_params, teacher)), strict=True))
     assert metrics(tmp_path, "train")[0]["grad_norm"] > 0
-    with pytest.raises(BadInput, match=r"--teacher=.* has d \d+, but this run \d+: they must be the same"):
+    with pytest.raises(BadInput, match=r"--teacher=.* has model_dim \d+, but this run \d+: they must be the same"):
         pure.teacher_params(replace(config, model_dim=2 * config.model_dim))
 
 

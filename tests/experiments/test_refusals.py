@@ -173,7 +173,7 @@ BAD_INPUT = [
     ("export", "--workdir=run --out=out", "has no checkpoint yet: continue the run"),
     ("replay", "", "name the work directory of a cluster's run"),
     ("replay", "--run=run", "run is not the run of a cluster"),
-    ("finetune", "--method=sft --model=x --data=none.jsonl", "none.jsonl is no file: give the path"),
+    ("finetune", "--method=sft --model=x --data=none.jsonl", "none.jsonl is no file: give the file"),
     ("finetune", "--method=sft --model=mute --data=answer.jsonl --workdir=run --noresume", "answer.jsonl"),
     ("score", "--tasks=answer.jsonl --answers=none.jsonl --out=out", "--answers=none.jsonl is no file; give"),
     ("score", "--tasks=answer.jsonl --answers=x --out=out --domain=chess", "--domain=chess is unknown; choose from"),

@@ -261,7 +261,7 @@ def write_judge(folder: Path) -> None:
     for word in SPELLINGS:
         signs_v = signs_v.at[id_of(word)].set(1.0 if word.strip().lower() == "yes" else -1.0)
     params = model.params | {"unembed": jnp.outer(way_d, signs_v).astype(model.params["unembed"].dtype)}
-    save_model(folder, model._replace(params=params, text=text))
+    save_model(folder, model._replace(params=params, tokenizer=text))
 
 
 @pytest.mark.slow

@@ -205,7 +205,7 @@ def whole(tmp_path_factory) -> tuple:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "end", "caught", "goes_on"),
-    [("tasks", die, RuntimeError, 2), ("learn", ask, KeyboardInterrupt, 3)],
+    [("tasks", die, RuntimeError, 2), ("record_results", ask, KeyboardInterrupt, 3)],
     ids=["killed before a rollout", "stopped when all of an update was learned but its weights"],
 )
 def test_S1_a_run_with_hard_prompts_resumes_exactly(whole, tmp_path, monkeypatch, method, end, caught, goes_on):
