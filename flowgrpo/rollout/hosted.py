@@ -33,7 +33,7 @@ from flowgrpo.rollout.records import (
 )
 from flowgrpo.rollout.trajectory_builder import TrajectoryBuilder, derive_keys, key_words
 from flowgrpo.rollout.trajectory_thread import Submit, TrajectoryWorker, run_trajectory
-from flowgrpo.types import BadInput, Fate, Ledger, Status
+from flowgrpo.types import AnyArray, BadInput, Fate, Ledger, Status
 
 CANCEL_GRACE = 1.0  # seconds to wait for requests that can no longer be cancelled
 
@@ -121,7 +121,7 @@ class HostedRollout:
         self,
         tasks: Sequence[Any],
         keys,
-        groups: Sequence[int] | np.ndarray,
+        groups: Sequence[int] | AnyArray,
         *,
         unfinished: Sequence[PartialTrajectory] = (),
         budget: int | None = None,
