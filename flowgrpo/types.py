@@ -2,8 +2,8 @@
 
     tasks -> rollout -> Trajectories -> rewards -> advantages -> pack -> Batch -> update
 
-Axis letters, the same in every module. A local or an argument ends in its axes (`logp_rs`); a field
-of a pytree carries them in its annotation.
+Axis letters; kernels and the sampler define a few of their own where they use them. A local or an argument ends in
+its axes (`logp_rs`); a field of a pytree carries them in its annotation.
 
     n trajectory    t turn        l token of a turn's context + action
     g group         r row         s position in a row

@@ -214,7 +214,7 @@ class Session:
     # The loop -----------------------------------------------------------------------------------------
 
     def train(self, metrics: MetricsWriter, *, every: int, budget: TimeBudget = UNLIMITED) -> None:
-        """Train to the last update, with a validation and a checkpoint `every` so many updates.
+        """Train to the last update, with a validation and a checkpoint every `every` updates.
 
         A signal waits until the step has ended, if the step has donated the state: only then is there one to save.
         """
@@ -234,6 +234,7 @@ class Session:
     def run_update(self, step: Step, metrics: MetricsWriter) -> dict[str, Any]:
         """Run one update: rollout, advantages, gradient steps and metrics -> its metrics and timings."""
         started = time.monotonic()
+        # One round of the generator that scripts iterate over, so that a run's metrics are theirs.
         state, numbers = next(loop.train_loop(step, self.state, self.trainable.updates, warns=False))
         seconds = time.monotonic() - started
         check_finite(numbers, self.checkpoints)
