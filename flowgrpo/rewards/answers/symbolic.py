@@ -105,17 +105,12 @@ class Deadline:
         self.seconds, self.passed = seconds, False
 
 
-def symbolic_rule(call: Call, *, seconds: float = 5.0) -> Rule:
-    """Make the rule that asks math-verify; None if gold or answer is made of words.
-
-    Gold is parsed first, so that a later failure is the answer's.
-    """
-    rule = _symbolic_rules(call, seconds)
-    return Rule("symbolic", lambda task, gold, answer: rule(Deadline(seconds)).judge(task, gold, answer))
-
-
 def _symbolic_rules(call: Call, seconds: float) -> Callable[[Deadline], Rule]:
-    """Make a function from the deadline of a score to its rule; whether a gold answer parses is cached for all."""
+    """Make a function from the deadline of a score to the rule that asks math-verify.
+
+    The rule is None if gold or answer is made of words. Gold is parsed first, so that a later failure is the answer's;
+    whether a gold answer parses is cached for all scores.
+    """
     if find_spec("math_verify") is None:
         raise BadInput(f"symbolic mathematics needs math-verify: {pip_install('math')}")
     readable = lru_cache(maxsize=65536)(lambda gold: call(f"{CHILD}:readable", gold, seconds=seconds))
