@@ -46,7 +46,7 @@ import numpy as np
 from flowgrpo.data.tokenizer import ChatTokenizer, Conversation, add_action, add_messages, start_conversation
 from flowgrpo.generate.sampler import MAX_TOP_K, Sampling, decode, make_sampling, prefill, start_rows
 from flowgrpo.models.hf import Model, load_model
-from flowgrpo.run.signals import Terminated
+from flowgrpo.training.signals import Terminated
 from flowgrpo.types import BadInput
 
 CHUNK, STEPS = 64, 4  # tokens per prefill, and tokens decoded between two prints

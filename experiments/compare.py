@@ -5,7 +5,7 @@
     python -m experiments.compare --study=credit --arms=broadcast,GiGPO --updates=200
     python -m experiments.compare --study=credit --arms=GiGPO --seed=3 --check=docs/studies
 
-A study is a question with a few arms (`flowgrpo/recipes/studies.py`). All arms start from the same warm-started
+A study is a question with a few arms (`experiments/studies/studies.py`). All arms start from the same warm-started
 planners, seed by seed, and are evaluated on the same test tasks; each arm is one program over all of its seeds, sharded
 over the local devices. The score is the success on test tasks after the last update: its interquartile mean over the
 seeds, with a 95 % interval of a stratified bootstrap, and the probability that a run beats one of the baseline
@@ -28,7 +28,7 @@ from pathlib import Path
 from absl import flags
 
 from flowgrpo import launch
-from flowgrpo.recipes.names import STUDIES
+from flowgrpo.training.names import STUDIES
 
 from .cli import app
 from .cli.flags import define_stop_after, stop_after
@@ -65,11 +65,12 @@ define_stop_after()
 app.read_flags(__name__)
 
 
-from flowgrpo.recipes import compare, studies, study_pages
-from flowgrpo.recipes.studies import Study, chosen_arms
 from flowgrpo.report.metrics import plain_json
-from flowgrpo.run.run_dir import delete_run, run_folder
+from flowgrpo.training.run_dir import delete_run, run_folder
 from flowgrpo.types import BadInput
+
+from .studies import compare, studies, study_pages
+from .studies.studies import Study, chosen_arms
 
 
 def check(study: Study, folder: Path) -> None:

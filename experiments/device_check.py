@@ -21,7 +21,7 @@ from pathlib import Path
 
 from absl import flags
 
-from flowgrpo.recipes.names import CHECK_SIZES, CHECKS
+from flowgrpo.training.names import CHECK_SIZES, CHECKS
 
 from .cli import app
 from .cli.help import flag_heading
@@ -42,8 +42,9 @@ app.read_flags(__name__)
 import jax
 
 from flowgrpo.files import make_folder, write_atomic
-from flowgrpo.recipes.device_checks import bench as benches
-from flowgrpo.recipes.device_checks import figures, suite
+
+from .device_checks import bench as benches
+from .device_checks import figures, suite
 
 
 def _record(bench: benches.Bench, lines: list[figures.CheckLine], started: float) -> dict:

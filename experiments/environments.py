@@ -13,7 +13,7 @@ demonstrations 17 % in 4.0 turns with 35 % of their calls to the right one of 4 
 
 from absl import flags
 
-from flowgrpo.recipes.names import ENV_IMPORT, ENVIRONMENTS, SPLITS
+from flowgrpo.training.names import ENV_IMPORT, ENVIRONMENTS, SPLITS
 
 from .cli import app
 from .cli.help import flag_heading

@@ -33,9 +33,9 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required
 
 app.read_flags(__name__)
 
+from flowgrpo.publish.export import read_config
 from flowgrpo.recipes import agent, agent_config, own_agent, own_env, panel, pure
-from flowgrpo.recipes.export import read_config
-from flowgrpo.run.config import RunConfig
+from flowgrpo.training.config import RunConfig
 from flowgrpo.types import BadInput
 
 

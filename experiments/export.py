@@ -28,7 +28,7 @@ from pathlib import Path
 
 from absl import flags
 
-from flowgrpo.recipes.names import CHECKPOINT_NAMES, GGUF_TYPES
+from flowgrpo.training.names import CHECKPOINT_NAMES, GGUF_TYPES
 
 from .cli import app
 from .cli.help import flag_heading
@@ -59,9 +59,9 @@ _OUT = flags.DEFINE_string("out", None, "The folder to write; a model in it is r
 app.read_flags(__name__)
 
 from flowgrpo.errors import BadInput
-from flowgrpo.recipes.export import export, export_adapter, export_gguf, has_chat_template
-from flowgrpo.recipes.hub import check_push, push_folder
-from flowgrpo.run.next_steps import closing_message, command, list_contents
+from flowgrpo.publish.export import export, export_adapter, export_gguf, has_chat_template
+from flowgrpo.publish.hub import check_push, push_folder
+from flowgrpo.training.next_steps import closing_message, command, list_contents
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import json
 
 from absl import flags
 
-from flowgrpo.recipes import names
+from flowgrpo.training import names
 
 from .cli import app
 from .cli.help import flag_heading

@@ -83,9 +83,9 @@ from flowgrpo.generate.engine import Engine, EngineSettings
 from flowgrpo.generate.sampler import MAX_TOP_K
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.recipes import registry
-from flowgrpo.recipes.hosted import default_min_decode_batch
 from flowgrpo.rollout.records import RecordedTrajectory, to_json
 from flowgrpo.sandbox import Sandbox
+from flowgrpo.training.language_model import default_min_decode_batch
 from flowgrpo.types import BadInput, Task
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from absl import flags
 
 from flowgrpo import launch
-from flowgrpo.recipes.names import BASE_DTYPES, WHOLE_BASE
+from flowgrpo.training.names import BASE_DTYPES, WHOLE_BASE
 
 from .cli import app
 from .cli.help import flag_heading

@@ -54,7 +54,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the runs; runs/soak-E
 app.read_flags(__name__)
 
 from flowgrpo.distributed.kill_series import run_cluster_soak
-from flowgrpo.run.kill_series import run_soak
+from flowgrpo.training.kill_series import run_soak
 from flowgrpo.types import BadInput
 
 

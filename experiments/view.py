@@ -14,7 +14,7 @@ from pathlib import Path
 
 from absl import flags
 
-from flowgrpo.recipes.names import CHECKPOINT_NAMES
+from flowgrpo.training.names import CHECKPOINT_NAMES
 
 from .cli import app
 from .cli.help import flag_heading
@@ -29,7 +29,7 @@ _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Folder or hub id of the tok
 
 app.read_flags(__name__)
 
-from flowgrpo.recipes.pages import write_page
+from flowgrpo.publish.pages import write_page
 
 
 def main() -> None:

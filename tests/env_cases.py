@@ -13,8 +13,8 @@ from tiny_env import tiny_env
 import flowgrpo as fg
 from flowgrpo.envs.env import to_words
 from flowgrpo.envs.play import Episode
-from flowgrpo.recipes.names import HARD_VARIANTS
 from flowgrpo.recipes.registry import ENVIRONMENTS
+from flowgrpo.training.names import HARD_VARIANTS
 
 N = 1024
 EASIER = {name: make for name, make in ENVIRONMENTS.items() if name not in HARD_VARIANTS}

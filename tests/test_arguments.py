@@ -10,9 +10,9 @@ import pytest
 from tiny_learner import BIGRAMS
 
 import flowgrpo as fg
-from flowgrpo import loop
 from flowgrpo.envs.arithmetic import Flaws
-from flowgrpo.run.run_dir import check_run
+from flowgrpo.training import loop
+from flowgrpo.training.run_dir import check_run
 
 NO_NUMBERS = (nan, inf, -inf, True, "3", [1])
 TASKS = fg.Tasks((fg.Task("a", "q", ("1",), "d"),))

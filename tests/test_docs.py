@@ -12,9 +12,9 @@ import yaml
 from commands import imported_modules
 
 from experiments.cli import listing
+from experiments.studies.studies import STUDIES
 from flowgrpo.recipes.registry import ALGORITHMS
-from flowgrpo.recipes.studies import STUDIES
-from flowgrpo.run.config import setting_infos
+from flowgrpo.training.config import setting_infos
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}

@@ -10,7 +10,6 @@ import numpy as np
 from tiny_env import tiny_env
 
 import flowgrpo as fg
-from flowgrpo import loop
 from flowgrpo.contracts import RewardResult
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
@@ -18,11 +17,12 @@ from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.trainable import ALL_PARAMS
-from flowgrpo.recipes.hosted import HostedConfig, HostedSetup, make_offloader
-from flowgrpo.recipes.planner import Planner
 from flowgrpo.rollout.effects import no_effects
 from flowgrpo.rollout.host_adapter import as_host
-from flowgrpo.run.warm_start import no_warm_start
+from flowgrpo.training import loop
+from flowgrpo.training.language_model import HostedConfig, HostedSetup, make_offloader
+from flowgrpo.training.planner import Planner
+from flowgrpo.training.warm_start import no_warm_start
 
 ENV = tiny_env(rounds=1)
 HOSTED = as_host(ENV)

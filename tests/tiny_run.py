@@ -7,7 +7,7 @@ from absl import flags
 from tiny_work import tiny_work
 
 from experiments.cli import app
-from flowgrpo.run.session import run_session
+from flowgrpo.training.session import run_session
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the results.", required=True)
 

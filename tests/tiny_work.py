@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from flowgrpo import loop
 from flowgrpo.evaluation.metrics import Evaluation, compute_metrics
 from flowgrpo.learner.state import init_learner
-from flowgrpo.run.config import TrainingConfig, setting
-from flowgrpo.run.session import EvaluatedTrainable, TestReport, Validation, validation_of
-from flowgrpo.run.warm_start import WarmStart
+from flowgrpo.training import loop
+from flowgrpo.training.config import TrainingConfig, setting
+from flowgrpo.training.session import EvaluatedTrainable, TestReport, Validation, validation_of
+from flowgrpo.training.warm_start import WarmStart
 
 OPTIMIZER = optax.adam(1e-2)
 

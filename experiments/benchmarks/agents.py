@@ -26,7 +26,7 @@ from typing import Any
 from absl import flags
 
 from flowgrpo.recipes.agent_config import preset
-from flowgrpo.recipes.names import TASK_SETS
+from flowgrpo.training.names import TASK_SETS
 
 from ..cli import app
 from ..cli.help import flag_heading
@@ -54,20 +54,20 @@ import jax
 
 from flowgrpo.evaluation.metrics import Evaluation
 from flowgrpo.files import write_atomic
+from flowgrpo.publish.export import read_config
 from flowgrpo.recipes import agent
 from flowgrpo.recipes.agent_warm_start import format_compliance
-from flowgrpo.recipes.export import read_config
-from flowgrpo.recipes.hosted import compile_engines, evaluate_trajectories, roll_out_split
-from flowgrpo.recipes.hosted_training import HostedTrainable
 from flowgrpo.report.metrics import METRICS, TIMINGS, read_metrics
 from flowgrpo.report.plots import curve, draw_line, format_axis, make_panels, save_figure
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines
 from flowgrpo.rollout.records import RecordedTrajectory
-from flowgrpo.run.kill_series import result_of
-from flowgrpo.run.run_dir import read_run
-from flowgrpo.run.run_files import RESULT
-from flowgrpo.run.session import open_session
+from flowgrpo.training.hosted_training import HostedTrainable
+from flowgrpo.training.kill_series import result_of
+from flowgrpo.training.language_model import compile_engines, evaluate_trajectories, roll_out_split
+from flowgrpo.training.run_dir import read_run
+from flowgrpo.training.run_files import RESULT
+from flowgrpo.training.session import open_session
 from flowgrpo.types import BadInput
 
 from .measuring import print_result, run_watched

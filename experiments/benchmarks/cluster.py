@@ -39,7 +39,7 @@ from flowgrpo.recipes.cluster import update_intervals
 from flowgrpo.report.metrics import TIMINGS, read_metrics
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines
-from flowgrpo.run.kill_series import result_of
+from flowgrpo.training.kill_series import result_of
 from flowgrpo.types import BadInput
 
 from .measuring import print_result

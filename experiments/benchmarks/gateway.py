@@ -53,11 +53,11 @@ from flowgrpo.gateway.agents import AgentHost
 from flowgrpo.gateway.server import Gateway
 from flowgrpo.generate.engine import Engine, EngineSettings
 from flowgrpo.models.hf import Model, load_model
-from flowgrpo.recipes.hosted import default_min_decode_batch
 from flowgrpo.recipes.offline_start import write_model
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines
 from flowgrpo.rollout.hosted import hosted
+from flowgrpo.training.language_model import default_min_decode_batch
 from flowgrpo.types import BadInput, Status, Task
 
 from .measuring import print_result

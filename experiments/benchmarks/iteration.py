@@ -50,7 +50,6 @@ import numpy as np
 from jax import Array
 
 import flowgrpo as fg
-from flowgrpo import loop
 from flowgrpo.batching.layouts import resolve_lengths
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.envs.env import END, PAD
@@ -61,7 +60,8 @@ from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import medians, seconds, show_columns, significant, timed
 from flowgrpo.rollout.compiled import make_rollout, repeat
 from flowgrpo.rollout.exams import draw_tasks
-from flowgrpo.run.warm_start import warm_start
+from flowgrpo.training import loop
+from flowgrpo.training.warm_start import warm_start
 from flowgrpo.types import Trajectories
 
 from . import measuring

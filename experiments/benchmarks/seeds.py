@@ -36,16 +36,18 @@ app.read_flags(__name__)
 import jax
 import numpy as np
 
-from flowgrpo import launch, loop
+from flowgrpo import launch
 from flowgrpo.evaluation.statistics import interval, probability_of_improvement
 from flowgrpo.parallel.row_sharding import data_mesh, map_runs, scan_updates, stack_trees
-from flowgrpo.recipes import pure, study_arms
-from flowgrpo.recipes.compare import map_over_seeds, study_config, warm_start_seeds
-from flowgrpo.recipes.studies import STUDIES
-from flowgrpo.recipes.study_arms import Arm
+from flowgrpo.recipes import pure
 from flowgrpo.report.progress import Progress, with_progress
 from flowgrpo.report.tables import show_lines, significant, timed
+from flowgrpo.training import loop
 
+from ..studies import study_arms
+from ..studies.compare import map_over_seeds, study_config, warm_start_seeds
+from ..studies.studies import STUDIES
+from ..studies.study_arms import Arm
 from .measuring import print_result, whole_numbers
 
 FIRST = 3  # updates that must agree

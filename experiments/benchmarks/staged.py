@@ -45,19 +45,19 @@ import jax.numpy as jnp
 import numpy as np
 
 import flowgrpo as fg
-from flowgrpo import loop
 from flowgrpo.contracts import HostEnv, HostObservation, HostStep, RewardResult
 from flowgrpo.generate.engine import Engine, EngineSettings
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.hf import Model
 from flowgrpo.parallel.offload import HostOffloader, placement_table
-from flowgrpo.recipes.planner import OFFLOAD
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_columns, show_lines, significant
 from flowgrpo.rewards.combine import batch_reward
 from flowgrpo.rollout.hosted import RolloutResult, hosted
 from flowgrpo.rollout.records import to_trajectories
-from flowgrpo.staged import StagedSettings, Step, hosted_rollout, make_staged_step
+from flowgrpo.training import loop
+from flowgrpo.training.planner import OFFLOAD
+from flowgrpo.training.staged import StagedSettings, Step, hosted_rollout, make_staged_step
 from flowgrpo.types import Status
 
 from .ceilings import open_model

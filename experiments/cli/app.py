@@ -34,8 +34,8 @@ from absl import app, flags, logging
 
 from flowgrpo import __version__, launch
 from flowgrpo.errors import BadInput
-from flowgrpo.run.signals import BY_SIGNAL, signal_of, stop_on_signals
-from flowgrpo.run.time_budget import OutOfTime
+from flowgrpo.training.signals import BY_SIGNAL, signal_of, stop_on_signals
+from flowgrpo.training.time_budget import OutOfTime
 
 from .flags import report_renamed
 from .help import HELP, USAGE, flag_heading, format_flag_error, help_of_command, is_missing

@@ -16,8 +16,8 @@ from typing import Any, TypedDict
 from absl import flags
 
 from flowgrpo.report.sinks import TENSORBOARD, check_sinks
-from flowgrpo.run.config import RunConfig, setting_infos, setting_type
-from flowgrpo.run.time_budget import UNLIMITED, TimeBudget, time_budget
+from flowgrpo.training.config import RunConfig, setting_infos, setting_type
+from flowgrpo.training.time_budget import UNLIMITED, TimeBudget, time_budget
 
 from .help import flag_heading, show_defaults
 

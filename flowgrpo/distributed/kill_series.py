@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from flowgrpo.distributed.event_log import read_events
 from flowgrpo.report.metrics import METRICS
-from flowgrpo.run.kill_series import check_ended, folders, result_of, started
+from flowgrpo.training.kill_series import check_ended, folders, result_of, started
 from flowgrpo.types import JSON, BadInput
 
 MASTER = "master"

@@ -26,7 +26,7 @@ from flowgrpo.distributed.schedule import ROLLOUT, TRAIN, Command, Event, Plan
 from flowgrpo.distributed.worker_pool import CallFields, ClusterSettings, PendingCall, WorkerGone, WorkerPool
 from flowgrpo.distributed.workers import TrainerStart
 from flowgrpo.report.watchdog import print_to_stderr
-from flowgrpo.run.time_budget import OutOfTime
+from flowgrpo.training.time_budget import OutOfTime
 from flowgrpo.types import JSON
 
 FIRST_TRAINER = f"{TRAIN}-0"  # it writes the model that all workers start with

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 from flowgrpo.distributed.event_log import EventLog
 from flowgrpo.distributed.ray_backend import Backend, WorkerLost
 from flowgrpo.distributed.schedule import REWARD, ROLLOUT, TRAIN
-from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
+from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.types import JSON, BadInput
 
 GPU_QUERY_SECONDS = 5.0  # timeout of nvidia-smi

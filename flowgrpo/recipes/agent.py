@@ -42,11 +42,26 @@ from flowgrpo.generate.openai_wire import TextRequest
 from flowgrpo.generate.remote_engine import WEIGHT_SENDERS, RemoteEngine
 from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.models.hf import Model, check_model, save_model
-from flowgrpo.recipes import offline_start, offline_tasks, registry, task_choice
+from flowgrpo.recipes import offline_start, offline_tasks, registry
 from flowgrpo.recipes.agent_config import Config, TaskConfig
 from flowgrpo.recipes.agent_config import preset as preset
 from flowgrpo.recipes.agent_warm_start import check_format_followed, format_compliance, make_warm_start
-from flowgrpo.recipes.hosted import (
+from flowgrpo.recipes.registry import decayed_adamw, make_algorithm, make_base_optimizer, make_reward, make_tool
+from flowgrpo.recipes.task_sets import TASK_SETS, TaskSet
+from flowgrpo.renamed import SETTINGS, current_names
+from flowgrpo.report.progress import with_progress
+from flowgrpo.rollout.records import RecordedTrajectory
+from flowgrpo.rollout.replay import last_state
+from flowgrpo.sandbox import Limits, Sandbox
+from flowgrpo.tools.calculator import calculator
+from flowgrpo.tools.mcp import Stdio, mcp_tools
+from flowgrpo.tools.python import python
+from flowgrpo.tools.search import Corpus, Document, read_corpus, search
+from flowgrpo.tools.toolset import ToolFailure, Toolset, toolset
+from flowgrpo.training import curriculum
+from flowgrpo.training.curriculum import Draw, HardTaskSampler
+from flowgrpo.training.hosted_training import HostedTrainable, check_run_folder, train_hosted, training_tasks
+from flowgrpo.training.language_model import (
     HostedSetup,
     compare_before_after,
     compile_engines,
@@ -57,27 +72,13 @@ from flowgrpo.recipes.hosted import (
     roll_out_tasks,
     sizes_of,
 )
-from flowgrpo.recipes.hosted_training import HostedTrainable, check_run_folder, train_hosted, training_tasks
-from flowgrpo.recipes.names import BUILTIN_EXAMPLES
-from flowgrpo.recipes.planner import check_planner, frozen_start, load_start, make_planner, template_of
-from flowgrpo.recipes.registry import decayed_adamw, make_algorithm, make_base_optimizer, make_reward, make_tool
-from flowgrpo.recipes.task_choice import Draw, HardTaskSampler
-from flowgrpo.recipes.task_sets import TASK_SETS, TaskSet
-from flowgrpo.renamed import SETTINGS, current_names
-from flowgrpo.report.progress import with_progress
-from flowgrpo.rollout.records import RecordedTrajectory
-from flowgrpo.rollout.replay import last_state
-from flowgrpo.run.run_dir import START, read_run
-from flowgrpo.run.run_files import EXAMPLES, RUN
-from flowgrpo.run.session import TestReport, open_session
-from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
-from flowgrpo.run.warm_start import no_warm_start
-from flowgrpo.sandbox import Limits, Sandbox
-from flowgrpo.tools.calculator import calculator
-from flowgrpo.tools.mcp import Stdio, mcp_tools
-from flowgrpo.tools.python import python
-from flowgrpo.tools.search import Corpus, Document, read_corpus, search
-from flowgrpo.tools.toolset import ToolFailure, Toolset, toolset
+from flowgrpo.training.names import BUILTIN_EXAMPLES
+from flowgrpo.training.planner import check_planner, frozen_start, load_start, make_planner, template_of
+from flowgrpo.training.run_dir import START, read_run
+from flowgrpo.training.run_files import EXAMPLES, RUN
+from flowgrpo.training.session import TestReport, open_session
+from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
+from flowgrpo.training.warm_start import no_warm_start
 from flowgrpo.types import BadInput, Params, Task
 
 NAME = "agent"
@@ -156,7 +157,7 @@ def build(config: Config, folder: Path, *, on_ready: Callable[[], object] | None
     check_planner(config)
     source = check_settings(config)
     with ExitStack() as stack:
-        draw, task_sampler = task_choice.make_task_sampler(config, source.draw, source.train, groups=config.queries)
+        draw, task_sampler = curriculum.make_task_sampler(config, source.draw, source.train, groups=config.queries)
         sandbox = stack.enter_context(make_sandbox(config, source))
         reward = reward_of(config, source, sandbox)
         tools = stack.enter_context(
@@ -268,7 +269,7 @@ def build_setup(
         reward=reward,
         tasks=tasks,
         task_sampler=task_sampler,
-        task_metrics=partial(task_choice.curriculum_metrics, config),
+        task_metrics=partial(curriculum.curriculum_metrics, config),
         algorithm=algorithm_of(config),
         optimizer=optimizer_of(config),
         sizes=sizes_of(config, planner),

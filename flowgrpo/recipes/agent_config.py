@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from flowgrpo.errors import BadInput
-from flowgrpo.recipes.hosted_config import ChoiceConfig, ChoiceSettings, HostedConfig, HostedSettings
-from flowgrpo.recipes.names import (
+from flowgrpo.training.config import make_config, setting
+from flowgrpo.training.names import (
     ACTION_FORMS,
     ALGORITHMS,
     BUILTIN_EXAMPLES,
@@ -19,7 +19,7 @@ from flowgrpo.recipes.names import (
     PACKAGED_MODELS,
     TASK_SETS,
 )
-from flowgrpo.run.config import make_config, setting
+from flowgrpo.training.settings import ChoiceConfig, ChoiceSettings, HostedConfig, HostedSettings
 
 ROLES = ("executor", "verifier", "generator", "analyst")
 CONTROLS = ("none", "shuffled_rewards")

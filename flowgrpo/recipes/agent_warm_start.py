@@ -25,7 +25,10 @@ from flowgrpo.learner.imitation import packed_imitation
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.hf import load_model
 from flowgrpo.recipes.agent_config import Config
-from flowgrpo.recipes.hosted import (
+from flowgrpo.recipes.offline_start import imitation_warm_start
+from flowgrpo.rollout.demonstrations import action_texts, demonstrate, imitate_recorded
+from flowgrpo.rollout.records import RecordedTrajectory, from_json
+from flowgrpo.training.language_model import (
     HostedSetup,
     compile_engines,
     make_engine,
@@ -33,10 +36,7 @@ from flowgrpo.recipes.hosted import (
     roll_out_tasks,
     write_trajectories,
 )
-from flowgrpo.recipes.offline_start import imitation_warm_start
-from flowgrpo.rollout.demonstrations import action_texts, demonstrate, imitate_recorded
-from flowgrpo.rollout.records import RecordedTrajectory, from_json
-from flowgrpo.run.warm_start import WarmStart, no_warm_start
+from flowgrpo.training.warm_start import WarmStart, no_warm_start
 from flowgrpo.types import BadInput, Trajectory
 
 SAMPLED = "trajectories/warm_start.jsonl"  # in the folder of a run

@@ -31,13 +31,13 @@ from flowgrpo.recipes import agent
 from flowgrpo.recipes.cluster_config import ANY, Config, schedule_of
 from flowgrpo.recipes.cluster_config import preset as preset
 from flowgrpo.recipes.cluster_trainer import ClusterTrainer
-from flowgrpo.recipes.hosted import HostedSetup, concurrency_of, make_hosted_rollout
-from flowgrpo.recipes.hosted_training import eval_key, group_keys, run_key
 from flowgrpo.rollout.effects import EffectLog
 from flowgrpo.rollout.hosted import ConcurrencyLimit
 from flowgrpo.rollout.records import RolloutResult, abort
-from flowgrpo.run.run_dir import delete_run, read_run
-from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
+from flowgrpo.training.hosted_training import eval_key, group_keys, run_key
+from flowgrpo.training.language_model import HostedSetup, concurrency_of, make_hosted_rollout
+from flowgrpo.training.run_dir import delete_run, read_run
+from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.types import BadInput, Params
 
 NAME = "cluster"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from flowgrpo.errors import BadInput
 from flowgrpo.recipes import agent_config
-from flowgrpo.run.config import make_config, setting
+from flowgrpo.training.config import make_config, setting
 
 if TYPE_CHECKING:
     from flowgrpo.distributed.schedule import Plan

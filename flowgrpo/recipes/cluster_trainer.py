@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from flowgrpo import launch, loop
+from flowgrpo import launch
 from flowgrpo.data.task_sampling import NO_RATES
 from flowgrpo.distributed import cluster_state, schedule
 from flowgrpo.distributed.event_log import read_events
@@ -28,16 +28,22 @@ from flowgrpo.distributed.worker_pool import Heartbeat, take_heartbeat
 from flowgrpo.distributed.workers import TrainerStart, process_and_host
 from flowgrpo.recipes import agent
 from flowgrpo.recipes.cluster_config import Config
-from flowgrpo.recipes.hosted import HostedSetup, compare_before_after, evaluate_trajectories, write_trajectories
-from flowgrpo.recipes.hosted_training import HostedTrainable, make_hosted_step, to_judged_rollout
 from flowgrpo.report.metrics import MetricsWriter
 from flowgrpo.rollout.effects import EffectLog
 from flowgrpo.rollout.records import RecordedTrajectory, RolloutResult, from_json
-from flowgrpo.run.checkpoints import Checkpoints, params_sha256
-from flowgrpo.run.kill_series import result_of
-from flowgrpo.run.run_dir import START
-from flowgrpo.run.session import Session, trainable_folder, validation_of
-from flowgrpo.staged import JudgedRollout, RolloutCallbacks
+from flowgrpo.training import loop
+from flowgrpo.training.checkpoints import Checkpoints, params_sha256
+from flowgrpo.training.hosted_training import HostedTrainable, make_hosted_step, to_judged_rollout
+from flowgrpo.training.kill_series import result_of
+from flowgrpo.training.language_model import (
+    HostedSetup,
+    compare_before_after,
+    evaluate_trajectories,
+    write_trajectories,
+)
+from flowgrpo.training.run_dir import START
+from flowgrpo.training.session import Session, trainable_folder, validation_of
+from flowgrpo.training.staged import JudgedRollout, RolloutCallbacks
 from flowgrpo.types import JSON, BadInput, Ledger, Metrics, Params, PyTree
 
 NAME = "cluster"

@@ -21,8 +21,8 @@ from flowgrpo.planning.program_cost import ProgramCost
 from flowgrpo.planning.roofline import ideal_seconds, roofline_bound
 from flowgrpo.planning.targets import Chip, Target, target_devices
 from flowgrpo.recipes.agent_config import Config
-from flowgrpo.recipes.planner import frozen_base_dtype, has_master_weights, lora_of
 from flowgrpo.report.tables import show_lines, significant
+from flowgrpo.training.planner import frozen_base_dtype, has_master_weights, lora_of
 from flowgrpo.types import BadInput
 
 IN_GIB = ("arguments", "outputs", "reused", "temporary", "peak")  # of a program

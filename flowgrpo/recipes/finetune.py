@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 import flowgrpo as fg
-from flowgrpo import loop
 from flowgrpo.batching.prefix_tree import tree_sizes
 from flowgrpo.learner import conversations
 from flowgrpo.learner.imitation import IMITATION, packed_imitation
@@ -27,10 +26,11 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model
 from flowgrpo.models.trainable import cast
 from flowgrpo.recipes.finetune_config import Config
-from flowgrpo.run.checkpoints import params_sha256
-from flowgrpo.run.next_steps import closing_message, command, list_contents
-from flowgrpo.run.session import Session, Step, Trainable, Validation, run_session
-from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
+from flowgrpo.training import loop
+from flowgrpo.training.checkpoints import params_sha256
+from flowgrpo.training.next_steps import closing_message, command, list_contents
+from flowgrpo.training.session import Session, Step, Trainable, Validation, run_session
+from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.types import Metrics, Params
 
 NAME = "finetune"

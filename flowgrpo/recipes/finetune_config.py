@@ -8,8 +8,8 @@ from typing import Any
 
 from flowgrpo.errors import BadInput
 from flowgrpo.files import is_file
-from flowgrpo.recipes.names import ATTENTION, DTYPES
-from flowgrpo.run.config import RunConfig, setting
+from flowgrpo.training.config import RunConfig, setting
+from flowgrpo.training.names import ATTENTION, DTYPES
 
 RATES = {"sft": 1e-5, "dpo": 1e-6}  # default learning rates, by method
 

@@ -35,13 +35,13 @@ from flowgrpo.models.decoder import matrices
 from flowgrpo.models.hf import Model, init_model, save_model
 from flowgrpo.models.trainable import ALL_PARAMS, TrainableSubset
 from flowgrpo.recipes.agent_config import TaskConfig
-from flowgrpo.recipes.hosted import HostedConfig
 from flowgrpo.recipes.offline_tasks import LANDS, TOWNS, TRADES, WARES, make_tasks, passages
 from flowgrpo.renamed import SETTINGS, current_names
 from flowgrpo.rollout.demonstrations import play_actions
-from flowgrpo.run.run_dir import list_differences
-from flowgrpo.run.run_files import NOTE
-from flowgrpo.run.warm_start import WarmStart, no_warm_start
+from flowgrpo.training.language_model import HostedConfig
+from flowgrpo.training.run_dir import list_differences
+from flowgrpo.training.run_files import NOTE
+from flowgrpo.training.warm_start import WarmStart, no_warm_start
 from flowgrpo.types import BadInput, Task, Trajectory
 
 TOOLS = ("calculator", "python", "search")

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo.recipes.names import OFFLINE_DOMAINS as DOMAINS
 from flowgrpo.rewards.vision.drawing import PlacedShape, make_drawings, shapes_of
+from flowgrpo.training.names import OFFLINE_DOMAINS as DOMAINS
 from flowgrpo.types import BadInput, Task
 
 SPLITS = {

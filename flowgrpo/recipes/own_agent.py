@@ -22,7 +22,7 @@ from flowgrpo.gateway.agent_start import ExternalAgent
 from flowgrpo.gateway.agents import AgentHost
 from flowgrpo.gateway.server import Gateway
 from flowgrpo.recipes import agent as agent_recipe
-from flowgrpo.recipes import offline_start, task_choice
+from flowgrpo.recipes import offline_start
 from flowgrpo.recipes.agent import (
     build_setup,
     check_settings,
@@ -30,17 +30,18 @@ from flowgrpo.recipes.agent import (
     print_rollout,
     reward_of,
 )
-from flowgrpo.recipes.hosted import (
+from flowgrpo.recipes.own_agent_config import POSTED, Config, LimitSettings
+from flowgrpo.recipes.own_agent_config import preset as preset
+from flowgrpo.training import curriculum
+from flowgrpo.training.hosted_training import HostedTrainable, check_run_folder, train_hosted, training_tasks
+from flowgrpo.training.language_model import (
     HostedSetup,
     format_conversation,
 )
-from flowgrpo.recipes.hosted_training import HostedTrainable, check_run_folder, train_hosted, training_tasks
-from flowgrpo.recipes.own_agent_config import POSTED, Config, LimitSettings
-from flowgrpo.recipes.own_agent_config import preset as preset
-from flowgrpo.recipes.planner import check_planner, load_start
-from flowgrpo.run.run_dir import START
-from flowgrpo.run.session import TestReport
-from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
+from flowgrpo.training.planner import check_planner, load_start
+from flowgrpo.training.run_dir import START
+from flowgrpo.training.session import TestReport
+from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 
 NAME = "own_agent"
 MODEL_NAME = "planner"  # the model's name in the agents' requests
@@ -70,7 +71,7 @@ def build(
     check_planner(config)
     source = check_settings(config)
     with ExitStack() as stack:
-        draw, task_sampler = task_choice.make_task_sampler(config, source.draw, source.train, groups=config.queries)
+        draw, task_sampler = curriculum.make_task_sampler(config, source.draw, source.train, groups=config.queries)
         if reward is None and config.reward != POSTED:
             reward = reward_of(config, source, stack.enter_context(make_sandbox(config, source)))
         gateway = stack.enter_context(Gateway(model=MODEL_NAME, decode=str))

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from flowgrpo.errors import BadInput
 from flowgrpo.recipes.agent_config import LARGE, TaskConfig, TaskSettings
-from flowgrpo.run.config import make_config, setting
+from flowgrpo.training.config import make_config, setting
 
 POSTED = "posted"  # agents send their reward themselves
 EXAMPLE = "flowgrpo.recipes.example_agent:agent"

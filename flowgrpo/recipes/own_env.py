@@ -19,16 +19,17 @@ from flowgrpo.contracts import HostEnv
 from flowgrpo.data.tokenizer import ChatTokenizer
 from flowgrpo.external_envs.env import external_env
 from flowgrpo.external_envs.process import EnvProcess
-from flowgrpo.recipes import agent, task_choice
+from flowgrpo.recipes import agent
 from flowgrpo.recipes.agent import POOL, TaskSource, build_setup, check_settings, make_sandbox, reward_of
-from flowgrpo.recipes.hosted import HostedSetup, format_conversation
-from flowgrpo.recipes.hosted_training import HostedTrainable, train_hosted
-from flowgrpo.recipes.names import SPLITS
 from flowgrpo.recipes.own_env_config import Config
 from flowgrpo.recipes.own_env_config import preset as preset
-from flowgrpo.recipes.planner import check_planner, load_start
-from flowgrpo.run.session import TestReport
-from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
+from flowgrpo.training import curriculum
+from flowgrpo.training.hosted_training import HostedTrainable, train_hosted
+from flowgrpo.training.language_model import HostedSetup, format_conversation
+from flowgrpo.training.names import SPLITS
+from flowgrpo.training.planner import check_planner, load_start
+from flowgrpo.training.session import TestReport
+from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.types import Task
 
 NAME = "own_env"
@@ -69,7 +70,7 @@ def build(config: Config, folder: Path, *, on_ready: Callable[[], object] | None
         source = add_seeds(check_settings(config))
     kind, _, spec = config.env.partition(":")
     with ExitStack() as stack:
-        draw, task_sampler = task_choice.make_task_sampler(config, source.draw, source.train, groups=config.queries)
+        draw, task_sampler = curriculum.make_task_sampler(config, source.draw, source.train, groups=config.queries)
         process = EnvProcess(kind, spec, python=config.python or executable, timeout=config.env_seconds)
         tools = stack.enter_context(process).check()
         reward = None

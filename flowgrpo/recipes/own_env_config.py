@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from flowgrpo.errors import BadInput
 from flowgrpo.recipes.agent_config import LARGE, TaskConfig, TaskSettings
-from flowgrpo.run.config import make_config, setting
+from flowgrpo.training.config import make_config, setting
 
 WITH_MODEL = {"turns": 8, "eval_turns": 8, "turn_seconds": 300.0, "beta": 0.0, "temperature": 1.0}
 

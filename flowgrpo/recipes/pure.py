@@ -18,7 +18,6 @@ import optax
 from jax import Array
 
 import flowgrpo as fg
-from flowgrpo import loop
 from flowgrpo.envs.env import PAD, format_trajectory, to_words
 from flowgrpo.envs.lookup import World, calls_right_tool
 from flowgrpo.envs.play import Episode
@@ -39,7 +38,6 @@ from flowgrpo.models.decoder import make_policy, matrices
 from flowgrpo.models.trainable import ActorCritic, actor_params
 from flowgrpo.parallel.compile_ahead import compile_ahead, jit_quickly
 from flowgrpo.parallel.sharding import critic_axes, decoder_axes, place_state, resolve_mesh, shard_policy
-from flowgrpo.recipes.hosted import write_trajectories
 from flowgrpo.recipes.pure_config import Config
 from flowgrpo.recipes.pure_config import preset as preset
 from flowgrpo.recipes.registry import decayed_adamw, make_algorithm, make_env
@@ -47,8 +45,10 @@ from flowgrpo.rollout import exams
 from flowgrpo.rollout.compiled import shuffled_rewards
 from flowgrpo.rollout.records import RecordedTrajectory
 from flowgrpo.rollout.trajectory_view import to_records
-from flowgrpo.run.run_dir import read_run
-from flowgrpo.run.session import (
+from flowgrpo.training import loop
+from flowgrpo.training.language_model import write_trajectories
+from flowgrpo.training.run_dir import read_run
+from flowgrpo.training.session import (
     EvaluatedTrainable,
     Step,
     TestReport,
@@ -59,8 +59,8 @@ from flowgrpo.run.session import (
     train_line,
     validation_of,
 )
-from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
-from flowgrpo.run.warm_start import WarmStart
+from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
+from flowgrpo.training.warm_start import WarmStart
 from flowgrpo.types import Metrics, Params, PyTree, Trajectories
 
 NAME = "pure"

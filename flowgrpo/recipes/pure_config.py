@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from flowgrpo.errors import BadInput
-from flowgrpo.recipes.names import ALGORITHMS, ENV_IMPORT, ENVIRONMENTS, HARD_VARIANTS
-from flowgrpo.run.config import TrainingConfig, TrainingSettings, make_config, setting
+from flowgrpo.training.config import TrainingConfig, TrainingSettings, make_config, setting
+from flowgrpo.training.names import ALGORITHMS, ENV_IMPORT, ENVIRONMENTS, HARD_VARIANTS
 
 CONTROLS = ("none", "shuffled_rewards", "supervised", "last_turn")
 CRITICS = ("own", "shared")

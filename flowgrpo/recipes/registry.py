@@ -20,8 +20,6 @@ from flowgrpo.envs.arithmetic import DECEPTIVE
 from flowgrpo.files import describe_error, import_named, pip_install
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import make_optimizer, scale_by_adafactor
-from flowgrpo.recipes import names
-from flowgrpo.recipes.names import ENV_IMPORT
 from flowgrpo.rewards.answers import symbolic
 from flowgrpo.rewards.answers.game24 import game24
 from flowgrpo.rewards.answers.match import answer
@@ -35,6 +33,8 @@ from flowgrpo.rewards.reasoning_gym import reasoning
 from flowgrpo.rewards.vision.boxes import box_iou, count_match, point_in_box
 from flowgrpo.rewards.vision.drawing import drawing_reward
 from flowgrpo.sandbox import Limits, Sandbox
+from flowgrpo.training import names
+from flowgrpo.training.names import ENV_IMPORT
 
 ALGORITHMS = {name: getattr(fg.algorithms, name) for name in names.ALGORITHMS}
 

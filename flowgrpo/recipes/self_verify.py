@@ -28,19 +28,6 @@ from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.learner.state import make_optimizer
 from flowgrpo.models.hf import Model, check_model
 from flowgrpo.recipes import registry, self_verify_tasks
-from flowgrpo.recipes.hosted import (
-    Draw,
-    HostedSetup,
-    draw_from,
-    evaluate_trajectories,
-    make_engine,
-    make_offloader,
-    roll_out_split,
-    sizes_of,
-    write_trajectories,
-)
-from flowgrpo.recipes.hosted_training import HostedTrainable, eval_key, train_hosted
-from flowgrpo.recipes.planner import check_planner, frozen_start, load_start, make_planner, template_of
 from flowgrpo.recipes.registry import make_base_optimizer
 from flowgrpo.recipes.self_verify_tasks import Config
 from flowgrpo.recipes.self_verify_tasks import preset as preset
@@ -51,11 +38,24 @@ from flowgrpo.rewards.combine import SECOND_CHECK, second_check
 from flowgrpo.rewards.judge import PADDED_LENGTHS, ask_without_gold, make_next_logp, verifier_probability
 from flowgrpo.rollout.effects import no_effects
 from flowgrpo.rollout.records import RecordedTrajectory
-from flowgrpo.run.run_dir import START
-from flowgrpo.run.session import Session, TestReport, Validation, validation_of
-from flowgrpo.run.time_budget import UNLIMITED, TimeBudget
-from flowgrpo.run.warm_start import no_warm_start
 from flowgrpo.sandbox import Sandbox
+from flowgrpo.training.hosted_training import HostedTrainable, eval_key, train_hosted
+from flowgrpo.training.language_model import (
+    Draw,
+    HostedSetup,
+    draw_from,
+    evaluate_trajectories,
+    make_engine,
+    make_offloader,
+    roll_out_split,
+    sizes_of,
+    write_trajectories,
+)
+from flowgrpo.training.planner import check_planner, frozen_start, load_start, make_planner, template_of
+from flowgrpo.training.run_dir import START
+from flowgrpo.training.session import Session, TestReport, Validation, validation_of
+from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
+from flowgrpo.training.warm_start import no_warm_start
 from flowgrpo.types import BadInput, Params
 
 NAME = "self_verify"

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from flowgrpo.errors import BadInput
-from flowgrpo.recipes.hosted_config import HostedConfig, HostedSettings
-from flowgrpo.run.config import make_config, setting
+from flowgrpo.training.config import make_config, setting
+from flowgrpo.training.settings import HostedConfig, HostedSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,8 @@ from flowgrpo.recipes.self_verify_config import preset as preset
 from flowgrpo.report.progress import Progress
 from flowgrpo.rewards.judge import ask_without_gold, shorten_quote
 from flowgrpo.rollout.effects import no_effects
-from flowgrpo.run.run_dir import START
-from flowgrpo.run.warm_start import WarmStart, finish_warm_start, warm_start
+from flowgrpo.training.run_dir import START
+from flowgrpo.training.warm_start import WarmStart, finish_warm_start, warm_start
 from flowgrpo.types import Task, Trajectory, Turn
 
 NUMBERS = range(10, 100)

@@ -24,8 +24,8 @@ from flowgrpo.agent.tool_arguments import ANSWER_SCHEMA, parse_object, to_argume
 from flowgrpo.contracts import Result
 from flowgrpo.data.named_models import NAMED_MODELS
 from flowgrpo.data.tokenizer import BREAK, PLACEHOLDER, control_ids, start_conversation
-from flowgrpo.recipes import names
 from flowgrpo.recipes.task_sets import TASK_SETS
+from flowgrpo.training import names
 from flowgrpo.types import BadInput
 
 TEXT = agent_text()

@@ -21,7 +21,7 @@ from flowgrpo.distributed.messages import RolloutSlice
 from flowgrpo.distributed.ray_backend import WorkerLost
 from flowgrpo.distributed.schedule import REWARD, TRAIN
 from flowgrpo.rollout.hosted import hosted
-from flowgrpo.run.time_budget import OutOfTime, time_budget
+from flowgrpo.training.time_budget import OutOfTime, time_budget
 from flowgrpo.types import BadInput, Status
 
 SYNC = schedule.synchronous(3, 6)

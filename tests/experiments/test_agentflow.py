@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flowgrpo.publish.export import read_config
+from flowgrpo.publish.pages import ratios_of, read_trajectories
 from flowgrpo.recipes.agent_config import preset
 from flowgrpo.recipes.dry_runs import hosted_workload
-from flowgrpo.recipes.export import read_config
-from flowgrpo.recipes.pages import ratios_of, read_trajectories
 from flowgrpo.rollout.records import from_json
-from flowgrpo.run.run_dir import START
+from flowgrpo.training.run_dir import START
 from flowgrpo.types import BadInput
 from tests.experiments.conftest import last_line, metrics, result
 

@@ -13,16 +13,17 @@ import pytest
 from commands import run_module
 
 import flowgrpo as fg
+from experiments.studies import compare, study_arms, study_pages
+from experiments.studies.compare import read_runs, run_study, study_config
+from experiments.studies.studies import STUDIES, Study, chosen_arms
+from experiments.studies.study_arms import Arm
 from flowgrpo.evaluation.statistics import iqm
 from flowgrpo.learner.imitation import demonstrate
 from flowgrpo.models.quantised import KINDS, Quantised
-from flowgrpo.recipes import compare, pure, study_arms, study_pages
-from flowgrpo.recipes.compare import read_runs, run_study, study_config
-from flowgrpo.recipes.studies import STUDIES, Study, chosen_arms
-from flowgrpo.recipes.study_arms import Arm
+from flowgrpo.recipes import pure
 from flowgrpo.rollout.compiled import repeat
 from flowgrpo.rollout.exams import draw_tasks
-from flowgrpo.run.time_budget import OutOfTime, time_budget
+from flowgrpo.training.time_budget import OutOfTime, time_budget
 from tests.experiments.conftest import check_refused, last_line, run_command
 
 TWO = Study("Is it so?", "one", {"one": Arm(), "other": Arm()}, worlds={"lookup": {}, "maze": {}})

@@ -10,15 +10,12 @@ import numpy as np
 import optax
 import pytest
 
-from flowgrpo import loop
 from flowgrpo.models.families import decoder_config
 from flowgrpo.models.hf import load_model, save_model
 from flowgrpo.models.lora import LoraParams, init_adapter, lora_policy
 from flowgrpo.models.peft import load_adapter
 from flowgrpo.models.trainable import ADAPTER, ActorCritic
-from flowgrpo.recipes import agent_config, pure, pure_config
-from flowgrpo.recipes.agent import START
-from flowgrpo.recipes.export import (
+from flowgrpo.publish.export import (
     export,
     export_adapter,
     export_gguf,
@@ -26,13 +23,16 @@ from flowgrpo.recipes.export import (
     llama_config,
     load_start_model,
 )
-from flowgrpo.recipes.names import BASE_DTYPES
+from flowgrpo.recipes import agent_config, pure, pure_config
+from flowgrpo.recipes.agent import START
 from flowgrpo.recipes.offline_start import write_model
-from flowgrpo.recipes.planner import load_start, lora_of
 from flowgrpo.recipes.registry import make_env
-from flowgrpo.run.checkpoints import Checkpoints, params_sha256
-from flowgrpo.run.config import RunConfig
-from flowgrpo.run.run_dir import check_run
+from flowgrpo.training import loop
+from flowgrpo.training.checkpoints import Checkpoints, params_sha256
+from flowgrpo.training.config import RunConfig
+from flowgrpo.training.names import BASE_DTYPES
+from flowgrpo.training.planner import load_start, lora_of
+from flowgrpo.training.run_dir import check_run
 from flowgrpo.types import BadInput
 from tests.experiments.conftest import check_refused, last_line
 

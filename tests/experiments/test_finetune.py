@@ -15,7 +15,7 @@ from flowgrpo.learner.conversations import preference_rows
 from flowgrpo.recipes import finetune as module
 from flowgrpo.recipes.finetune import Config, batches, margins_of, split_examples, train
 from flowgrpo.recipes.offline_start import write_model
-from flowgrpo.run.checkpoints import Checkpoints
+from flowgrpo.training.checkpoints import Checkpoints
 from tests.experiments.conftest import check_refused, last_line, metrics
 
 SMALL = ("--max_tokens=48", "--batch=8", "--learning_rate=0.003", "--checkpoint_every=4")

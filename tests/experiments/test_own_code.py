@@ -17,12 +17,12 @@ from flowgrpo.agent.system import AgentRoles, agent_system
 from flowgrpo.contracts import Result
 from flowgrpo.data.tokenizer import load_tokenizer
 from flowgrpo.models.hf import load_model
+from flowgrpo.publish.export import read_planner
 from flowgrpo.recipes.agent import first_prompt
-from flowgrpo.recipes.export import read_planner
-from flowgrpo.recipes.hosted import evaluate_trajectories
 from flowgrpo.recipes.offline_start import write_tokenizer
 from flowgrpo.rollout.records import RecordedTrajectory
 from flowgrpo.tools.calculator import calculator
+from flowgrpo.training.language_model import evaluate_trajectories
 from flowgrpo.types import BadInput, Status
 from tests.experiments.conftest import metrics, result
 

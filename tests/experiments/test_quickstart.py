@@ -9,18 +9,18 @@ import numpy as np
 import optax
 import pytest
 
-from flowgrpo import loop
 from flowgrpo.learner.critic import with_critic
 from flowgrpo.models.trainable import ActorCritic
+from flowgrpo.publish.export import read_config
+from flowgrpo.publish.pages import read_trajectories
 from flowgrpo.recipes import pure, pure_config
-from flowgrpo.recipes.export import read_config
-from flowgrpo.recipes.names import HARD_VARIANTS
-from flowgrpo.recipes.pages import read_trajectories
 from flowgrpo.recipes.pure import PureTrainable
 from flowgrpo.recipes.registry import ALGORITHMS, make_algorithm
 from flowgrpo.report.metrics import MetricsWriter
-from flowgrpo.run.kill_series import differences
-from flowgrpo.run.session import Session, open_session
+from flowgrpo.training import loop
+from flowgrpo.training.kill_series import differences
+from flowgrpo.training.names import HARD_VARIANTS
+from flowgrpo.training.session import Session, open_session
 from flowgrpo.types import BadInput
 from tests.experiments.conftest import check_refused, last_line, metrics, result, with_flags
 

@@ -15,7 +15,7 @@ from commands import ROOT, imported_modules
 from experiments.cli.listing import commands
 from flowgrpo.recipes import self_verify, self_verify_tasks
 from flowgrpo.recipes.offline_start import write_model
-from flowgrpo.run.config import setting_infos
+from flowgrpo.training.config import setting_infos
 from tests.experiments.conftest import EXPERIMENTS, check_refused
 
 pytestmark = pytest.mark.slow
@@ -263,15 +263,15 @@ PARTS_ONLY = {  # commands that take nothing from a module that would say its se
     "flowgrpo.recipes.agent": {"train_agent", "train_env"},
     "flowgrpo.recipes.agent_config": {"self_verify", "train_agent", "train_env"},
     "flowgrpo.recipes.agent_warm_start": {"train_agent", "train_env"},
-    "flowgrpo.recipes.hosted": {"quickstart"},
-    "flowgrpo.recipes.hosted_config": {"quickstart", "self_verify"},
-    "flowgrpo.recipes.planner": {"quickstart"},
-    "flowgrpo.run.warm_start": {"finetune"},
+    "flowgrpo.training.language_model": {"quickstart"},
+    "flowgrpo.training.settings": {"quickstart", "self_verify"},
+    "flowgrpo.training.planner": {"quickstart"},
+    "flowgrpo.training.warm_start": {"finetune"},
     "flowgrpo.planning.targets": {"benchmarks.update"},
     "flowgrpo.data.task_files": {"finetune", "simulate", "benchmarks.agents", "benchmarks.cluster"},
 }
 # They say what is wrong with the settings of a run.
-RUNS = ("flowgrpo.recipes.", "flowgrpo.run.", "flowgrpo.distributed.", "flowgrpo.report.sinks")
+RUNS = ("flowgrpo.recipes.", "flowgrpo.training.", "flowgrpo.distributed.", "flowgrpo.report.sinks")
 RAISES = ("BadInput", "ValidationError", "exit", "unreadable")
 
 

@@ -15,7 +15,6 @@ from flowgrpo.contracts import RewardResult
 from flowgrpo.data.tokenizer import load_tokenizer
 from flowgrpo.models.hf import load_model
 from flowgrpo.recipes import self_verify_tasks as own
-from flowgrpo.recipes.hosted_training import second_check_metrics
 from flowgrpo.recipes.offline_start import phrase_pretokenizer, write_model, write_start_settings, write_tokenizer
 from flowgrpo.recipes.self_verify import (
     comparison_table,
@@ -31,8 +30,9 @@ from flowgrpo.rewards.answers.match import answer
 from flowgrpo.rewards.combine import SECOND_CHECK
 from flowgrpo.rewards.judge import ask_without_gold, verdict_ids, verifier_probability
 from flowgrpo.rollout.records import RecordedTrajectory, make_turn
-from flowgrpo.run.kill_series import differences
-from flowgrpo.run.run_dir import START
+from flowgrpo.training.hosted_training import second_check_metrics
+from flowgrpo.training.kill_series import differences
+from flowgrpo.training.run_dir import START
 from flowgrpo.types import BadInput, Task
 from tests.experiments.conftest import check_refused, last_line, metrics, result
 

@@ -13,10 +13,10 @@ import pytest
 from commands import ROOT
 from tiny_work import tiny_work
 
-from flowgrpo.run import kill_series
-from flowgrpo.run.checkpoints import Checkpoints
-from flowgrpo.run.kill_series import Kill, Moment, Timeline, differences, draw_moments, run_soak, wrong_starts
-from flowgrpo.run.session import run_session
+from flowgrpo.training import kill_series
+from flowgrpo.training.checkpoints import Checkpoints
+from flowgrpo.training.kill_series import Kill, Moment, Timeline, differences, draw_moments, run_soak, wrong_starts
+from flowgrpo.training.session import run_session
 from flowgrpo.types import BadInput
 
 LINES = ["warm start", "warm start", "validation", "train", "train", "validation", "train", "train", "validation"]

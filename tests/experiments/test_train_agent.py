@@ -12,9 +12,10 @@ from gateway.test_agents import PROGRAM
 from gateway_cases import CONTEXT, MAX_TOKENS, talkative, tiny_folder
 
 import flowgrpo as fg
-from flowgrpo.recipes import hosted, own_agent, own_env
+from flowgrpo.recipes import own_agent, own_env
 from flowgrpo.recipes.own_agent import preset
 from flowgrpo.rollout.records import from_json
+from flowgrpo.training import language_model
 from tests.experiments.conftest import last_line, metrics, result
 
 SIZES = {
@@ -146,7 +147,7 @@ def test_there_are_as_many_agents_as_slots(tmp_path, tasks):
     for agents, width in ((None, SMALL["slots"]), (3, 3), (100, 100)):
         config = preset(str(tiny_folder()), **SMALL, tasks=str(tasks), agent="true", concurrent_agents=agents)
         with own_agent.build(config, tmp_path / "run") as setup:
-            assert hosted.concurrency_of(setup) == width
+            assert language_model.concurrency_of(setup) == width
 
 
 def test_an_agent_without_any_outcome_is_refused_with_the_reason(tmp_path, tasks):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import flowgrpo as fg
+from flowgrpo.publish.pages import read_trajectories, token_decoder_of, write_page
 from flowgrpo.recipes import agent_config, pure
-from flowgrpo.recipes.hosted import write_advantages, write_trajectories
-from flowgrpo.recipes.pages import read_trajectories, token_decoder_of, write_page
 from flowgrpo.rollout.records import RecordedTrajectory, make_turn
+from flowgrpo.training.language_model import write_advantages, write_trajectories
 from flowgrpo.types import Status
 
 ENV = {"env": "lookup", "seed": 3, "algorithm": "flow_grpo"}

@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny_planner import EXAMPLE, SIZES, planner_folder, write_tasks
 
-from flowgrpo.run.run_files import EXAMPLES
+from flowgrpo.training.run_files import EXAMPLES
 from tests.experiments.conftest import check_refused, last_line, metrics, result
 
 OPTIMIZATION_LEVEL = 1  # of its commands: the warm start computes more than it compiles

@@ -4,10 +4,11 @@ from functools import partial
 
 import flowgrpo as fg
 from experiments.cli import app
+from experiments.studies import studies, study_arms
+from experiments.studies.studies import STUDIES, Study
+from experiments.studies.study_arms import Arm
 from flowgrpo import launch
-from flowgrpo.recipes import names, studies, study_arms
-from flowgrpo.recipes.studies import STUDIES, Study
-from flowgrpo.recipes.study_arms import Arm
+from flowgrpo.training import names
 
 
 def tiny() -> Study:

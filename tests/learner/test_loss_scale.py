@@ -11,7 +11,7 @@ import flowgrpo as fg
 from flowgrpo.learner.loss_scale import FIRST, GROW_AFTER, LARGEST, SMALLEST, optimizer_for, with_loss_scale
 from flowgrpo.learner.state import init_learner
 from flowgrpo.learner.update import UpdateSettings, make_update
-from flowgrpo.run.tree_io import from_leaves, to_leaves
+from flowgrpo.training.tree_io import from_leaves, to_leaves
 
 OPTIMIZER = with_loss_scale(OPTIMIZERS["adam"])
 UPDATE = jax.jit(

@@ -31,7 +31,7 @@ from flowgrpo.models.decoder import matrices
 from flowgrpo.models.gguf_export import TENSOR_TYPES, save_gguf_folder
 from flowgrpo.models.hf import load_model
 from flowgrpo.models.quantised import quantise_layers
-from flowgrpo.recipes.names import GGUF_TYPES
+from flowgrpo.training.names import GGUF_TYPES
 from flowgrpo.types import BadInput
 
 PEER = Path(__file__).parent / "llama_cpp_peer.py"

@@ -27,7 +27,7 @@ from flowgrpo.models.quantised import (
     times_quantised,
 )
 from flowgrpo.parallel.sharding import decoder_axes, make_mesh, parse_mesh, shard_policy, state_shardings
-from flowgrpo.run.tree_io import from_leaves, to_leaves
+from flowgrpo.training.tree_io import from_leaves, to_leaves
 from flowgrpo.types import BadInput
 
 LORA = LoraConfig(3, 6.0, ("q", "o", "down"))

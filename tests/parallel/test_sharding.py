@@ -27,7 +27,6 @@ from tiny_learner import (
 from tree_cases import Context, build_trees
 
 import flowgrpo as fg
-from flowgrpo import loop
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import init_learner, make_optimizer, scale_by_adafactor
 from flowgrpo.learner.update import UpdateSettings, make_score, make_update
@@ -37,7 +36,8 @@ from flowgrpo.models.lora import LoraConfig, LoraParams, adapter_axes, lora_poli
 from flowgrpo.models.trainable import ADAPTER
 from flowgrpo.parallel import sharding
 from flowgrpo.parallel.row_sharding import PmapAxis, place_on_devices
-from flowgrpo.run.checkpoints import Checkpoints
+from flowgrpo.training import loop
+from flowgrpo.training.checkpoints import Checkpoints
 
 AXES = {"embed": "vd", "mix": "df", "unembed": "dv"}  # of the policy of pairs of words
 

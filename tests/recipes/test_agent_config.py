@@ -3,7 +3,7 @@
 import pytest
 
 from flowgrpo.recipes.agent_config import LARGE, ONE_TURN, PAPER, SMALL, Config, preset
-from flowgrpo.recipes.names import TASK_SETS
+from flowgrpo.training.names import TASK_SETS
 from flowgrpo.types import BadInput
 
 

@@ -8,8 +8,8 @@ from tiny_planner import EXAMPLE, SIZES, planner_folder, settings, write_tasks
 
 from flowgrpo.recipes import agent, cluster, cluster_config
 from flowgrpo.recipes.agent_config import preset
-from flowgrpo.run.run_dir import delete_run
-from flowgrpo.run.run_files import EXAMPLES, RUN
+from flowgrpo.training.run_dir import delete_run
+from flowgrpo.training.run_files import EXAMPLES, RUN
 from flowgrpo.types import BadInput
 
 TALK = [

@@ -22,9 +22,9 @@ from flowgrpo.recipes.agent_warm_start import (
     make_warm_start,
 )
 from flowgrpo.rollout.records import RecordedTrajectory, from_json
-from flowgrpo.run.checkpoints import Checkpoints, params_sha256
-from flowgrpo.run.run_files import EXAMPLES
-from flowgrpo.run.warm_start import WARM, warm_start
+from flowgrpo.training.checkpoints import Checkpoints, params_sha256
+from flowgrpo.training.run_files import EXAMPLES
+from flowgrpo.training.warm_start import WARM, warm_start
 from flowgrpo.types import BadInput, Status, Turn
 
 TEXT = agent_text()

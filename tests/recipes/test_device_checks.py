@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.device_checks import attentions, figures, sampling, small_runs, speeds, suite, updates
+from experiments.device_checks.bench import EXACT, HALF, Bench, make_bench
+from experiments.device_checks.figures import ERROR, FAIL, PASS, SKIPPED, at_most, expect, measured
 from flowgrpo.models.attention import MaskSpec, attend
 from flowgrpo.recipes import pure
-from flowgrpo.recipes.device_checks import attentions, figures, sampling, small_runs, speeds, suite, updates
-from flowgrpo.recipes.device_checks.bench import EXACT, HALF, Bench, make_bench
-from flowgrpo.recipes.device_checks.figures import ERROR, FAIL, PASS, SKIPPED, at_most, expect, measured
 from flowgrpo.types import BadInput
 
 BENCH = Bench(jax.devices()[0], jax.devices()[0], "small", "tiny")

@@ -3,7 +3,7 @@
 import pytest
 
 import flowgrpo as fg
-from flowgrpo.recipes.hosted import draw_from
+from flowgrpo.training.language_model import draw_from
 from flowgrpo.types import BadInput
 
 

@@ -10,16 +10,15 @@ import pytest
 from tiny_hosted import CONFIG, ENV, POLICY, make_setup
 
 import flowgrpo as fg
-from flowgrpo import loop
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.requests import EngineSettings
 from flowgrpo.parallel.offload import place_of
-from flowgrpo.recipes import hosted
-from flowgrpo.recipes.hosted import make_offloader
-from flowgrpo.recipes.hosted_training import HostedTrainable
 from flowgrpo.rewards.judge import make_next_logp
 from flowgrpo.rollout.records import from_json
+from flowgrpo.training import language_model, loop
+from flowgrpo.training.hosted_training import HostedTrainable
+from flowgrpo.training.language_model import make_offloader
 
 ENGINE = EngineSettings(slots=8, slot_length=loop.max_trajectory_tokens(ENV) + 8, chunk=8, steps=4, banned=(PAD,))
 
@@ -63,7 +62,7 @@ def test_test_trajectories_record_the_version_of_their_weights(tmp_path):
     params, played = POLICY.init(jax.random.key(0)), {}
     with Engine(POLICY, params, ENGINE) as engine:
         setup = make_setup(tmp_path, engine, params, test_tasks=4)
-        hosted.test(setup, jax.random.key(0), (params, params), (0, 3))
+        language_model.test(setup, jax.random.key(0), (params, params), (0, 3))
     for when in ("before", "after"):
         lines = (tmp_path / "trajectories" / f"test-{when}.jsonl").read_text().splitlines()
         played[when] = {int(np.max(turn.version)) for line in lines for turn in from_json(line).turns}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi
 
-from flowgrpo.recipes.hub import check_push, push_folder
+from flowgrpo.publish.hub import check_push, push_folder
 from flowgrpo.types import BadInput
 
 

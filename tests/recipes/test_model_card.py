@@ -5,10 +5,10 @@ import json
 import pytest
 
 import flowgrpo as fg
+from flowgrpo.publish.export import CONFIGS
+from flowgrpo.publish.model_card import COMMANDS, CardFacts, model_card, training_command
 from flowgrpo.recipes import agent_config, cluster_config, pure, self_verify_tasks
-from flowgrpo.recipes.export import CONFIGS
-from flowgrpo.recipes.model_card import COMMANDS, CardFacts, model_card, training_command
-from flowgrpo.run.config import RunConfig
+from flowgrpo.training.config import RunConfig
 
 RESULT = {"success_before": 0.154, "success_after": 0.987, "tool_error_before": None, "tool_error_after": 0.02}
 RESULT |= {"updates": 150, "best_update": 120, "minutes": 12.34}

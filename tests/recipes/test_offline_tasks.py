@@ -27,12 +27,12 @@ from flowgrpo.recipes.offline_start import (
 )
 from flowgrpo.recipes.offline_tasks import DOMAINS, MAKERS, SPLITS, combinations, make_tasks, passages
 from flowgrpo.rollout.demonstrations import play_actions
-from flowgrpo.run.config import setting_infos
 from flowgrpo.sandbox import Sandbox
 from flowgrpo.tools.calculator import calculator
 from flowgrpo.tools.python import python
 from flowgrpo.tools.search import Corpus, Document, search
 from flowgrpo.tools.toolset import toolset
+from flowgrpo.training.config import setting_infos
 from flowgrpo.types import BadInput
 
 FLAWLESS = ScriptFlaws(0, 0, 0, 0, 0, 0, 0)

@@ -9,12 +9,12 @@ import pytest
 from compilations import counted_compilations
 
 import flowgrpo as fg
-from flowgrpo import loop
 from flowgrpo.models.trainable import actor_params
 from flowgrpo.recipes import pure
 from flowgrpo.report.metrics import read_metrics
 from flowgrpo.rollout.exams import make_evaluation_rollout
-from flowgrpo.run.session import run_session
+from flowgrpo.training import loop
+from flowgrpo.training.session import run_session
 
 
 @pytest.fixture(scope="module")

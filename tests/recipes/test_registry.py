@@ -5,23 +5,14 @@ import pytest
 from family_cases import batch_of, make_case, scores_of
 
 import flowgrpo as fg
+from experiments.device_checks import bench, suite
+from experiments.studies import studies
 from flowgrpo.envs.env import SPLITS
 from flowgrpo.models import attention_kernels, lora, quantised
-from flowgrpo.recipes import (
-    agent,
-    agent_config,
-    finetune,
-    names,
-    offline_tasks,
-    planner,
-    pure,
-    pure_config,
-    registry,
-    studies,
-)
-from flowgrpo.recipes.device_checks import bench, suite
+from flowgrpo.recipes import agent, agent_config, finetune, offline_tasks, pure, pure_config, registry
 from flowgrpo.recipes.finetune_config import RATES
 from flowgrpo.recipes.registry import ALGORITHMS, make_algorithm, make_env
+from flowgrpo.training import names, planner
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

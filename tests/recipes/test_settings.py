@@ -14,7 +14,7 @@ from flowgrpo.recipes import (
     self_verify_config,
 )
 from flowgrpo.renamed import SETTINGS
-from flowgrpo.run.config import make_config, setting_infos
+from flowgrpo.training.config import make_config, setting_infos
 from flowgrpo.types import BadInput
 
 MODULES = (agent_config, cluster_config, own_agent_config, own_env_config, pure_config, self_verify_config)

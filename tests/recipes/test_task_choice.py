@@ -12,22 +12,22 @@ import pytest
 from tiny_hosted import ENV, POLICY, make_setup, tasks
 
 import flowgrpo as fg
-from flowgrpo import loop
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.requests import EngineSettings
 from flowgrpo.recipes import agent_config
 from flowgrpo.recipes.agent import POOL, task_source_of
-from flowgrpo.recipes.hosted_training import HostedTrainable
-from flowgrpo.recipes.task_choice import (
+from flowgrpo.training import loop
+from flowgrpo.training.checkpoints import Checkpoints, params_sha256
+from flowgrpo.training.curriculum import (
     ChoiceConfig,
     HardTaskSampler,
     curriculum_metrics,
     make_task_sampler,
     success_by_group,
 )
-from flowgrpo.run.checkpoints import Checkpoints, params_sha256
-from flowgrpo.run.session import run_session
+from flowgrpo.training.hosted_training import HostedTrainable
+from flowgrpo.training.session import run_session
 from flowgrpo.types import BadInput
 
 

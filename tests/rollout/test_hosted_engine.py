@@ -17,7 +17,6 @@ from flowgrpo.envs.lookup import lookup
 from flowgrpo.envs.maze import maze
 from flowgrpo.generate.engine import Engine, EngineSettings
 from flowgrpo.generate.sampler import draw_margin, logprobs
-from flowgrpo.loop import max_trajectory_tokens
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.rollout.compiled import make_rollout, repeat
@@ -26,6 +25,7 @@ from flowgrpo.rollout.host_adapter import as_host, unstack
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.records import from_json, partial_from_json, partial_to_json, to_json, to_trajectories
 from flowgrpo.rollout.replay import replay
+from flowgrpo.training.loop import max_trajectory_tokens
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Bool, Int
 
 import flowgrpo as fg
-from flowgrpo import launch, loop
+from flowgrpo import launch
 from flowgrpo.contracts import Env, Observation, Params, Policy, Sizes, Step
 from flowgrpo.envs.env import END, PAD, absorbing, pad_tokens
 from flowgrpo.generate.sampler import decode, make_sampling, prefill, start_rows
@@ -25,6 +25,7 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import init_model
 from flowgrpo.parallel.row_sharding import data_mesh, map_rows, replicate
 from flowgrpo.report.tables import timed
+from flowgrpo.training import loop
 
 from . import protocol, workload
 from .workload import DIGIT, EQUALS, GROUP, MODEL, OTHER, PROMPT, PROMPTS, TOOL, WORDS

@@ -16,7 +16,7 @@ import optax
 from jax import Array
 
 import flowgrpo as fg
-from flowgrpo import launch, loop
+from flowgrpo import launch
 from flowgrpo.batching.layouts import full_batch
 from flowgrpo.contracts import HostEnv, HostObservation, HostStep, Request, RewardResult
 from flowgrpo.generate.engine import Engine, EngineSettings
@@ -26,12 +26,13 @@ from flowgrpo.learner.update import make_update
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.parallel.offload import HostOffloader, placement_table
-from flowgrpo.recipes.hosted import default_min_decode_batch
-from flowgrpo.recipes.planner import OFFLOAD
 from flowgrpo.rewards.combine import batch_reward
 from flowgrpo.rollout.hosted import RolloutResult, hosted
 from flowgrpo.rollout.records import to_trajectories
-from flowgrpo.staged import StagedSettings, hosted_rollout, make_staged_step
+from flowgrpo.training import loop
+from flowgrpo.training.language_model import default_min_decode_batch
+from flowgrpo.training.planner import OFFLOAD
+from flowgrpo.training.staged import StagedSettings, hosted_rollout, make_staged_step
 from flowgrpo.types import Status
 
 from ..measuring import medians_in_turn

@@ -1,0 +1,304 @@
+"""Training on a host environment: `train_hosted`, and `HostedTrainable`, the stages of such a run for a `Session`.
+
+An iteration is that of `staged` with a hosted rollout: the engine gets the new weights, the trajectories of all groups
+run at once, and the reference scores while the last of them are judged. The setting `offload` says where a stage keeps
+the models that it does not use: "none" leaves them on the device; "host" and "disk" move them, and drop the engine's
+cache after each rollout. An iteration that takes longer than `watch_seconds` reports what it waits for. The tasks of an
+update follow from its number, and keys from `fold_in(seed, update)`, so a resumed run equals one that never stopped
+(S1).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flowgrpo.evaluation.metrics import repetition
+from flowgrpo.models.trainable import ALL_PARAMS
+from flowgrpo.report.progress import Progress
+from flowgrpo.rewards.combine import SECOND_CHECK
+from flowgrpo.rollout.compiled import shuffled_rewards
+from flowgrpo.rollout.effects import EffectLog
+from flowgrpo.rollout.records import RecordedTrajectory, RolloutResult
+from flowgrpo.training import language_model, loop
+from flowgrpo.training.checkpoints import Checkpoints
+from flowgrpo.training.language_model import (
+    ADVANTAGES,
+    HostedConfig,
+    HostedSetup,
+    compile_engines,
+    finalize_rollout,
+    group_by_domain,
+    record_effects,
+    roll_out_tasks,
+    to_arrays,
+    with_outcome,
+    write_advantages,
+    write_trajectories,
+)
+from flowgrpo.training.run_dir import check_same_run, delete_run
+from flowgrpo.training.session import (
+    EvaluatedTrainable,
+    Step,
+    TestReport,
+    Trainable,
+    Validation,
+    run_session,
+    train_line,
+    validation_of,
+)
+from flowgrpo.training.staged import JudgedRollout, Rollout, RolloutCallbacks, StagedSettings, make_staged_step
+from flowgrpo.training.time_budget import TimeBudget
+from flowgrpo.training.warm_start import WarmStart
+from flowgrpo.types import BadInput, Metrics, Params, PyTree, Status, Task
+
+
+def check_run_folder(recipe: str, config: HostedConfig, folder: str | Path, *, resume: bool) -> Path:
+    """The folder of a run; raises `BadInput` before anything is written if it belongs to another run."""
+    path = Path(folder)
+    if resume:
+        check_same_run(path, recipe, config.to_json(), may_change=config.may_change())
+    return path
+
+
+def train_hosted(
+    build: Callable[..., AbstractContextManager[HostedSetup]],
+    make_trainable: Callable[[HostedSetup, str], Trainable],
+    recipe: str,
+    config: HostedConfig,
+    folder: str | Path,
+    *,
+    every: int,
+    resume: bool,
+    loggers: Sequence[str],
+    budget: TimeBudget,
+) -> dict[str, Any]:
+    """Train in a folder, or resume the run there -> the result.
+
+    Args:
+        build: `build(config, folder, on_ready=...)`, a context manager of the parts.
+        make_trainable: from the parts and the recipe's name.
+        every: updates between validations and checkpoints.
+        resume: False deletes an earlier run, as soon as everything that the new one needs was found.
+        loggers: names of loggers for metrics.
+        budget: time after which the run stops, saved.
+    """
+    path = check_run_folder(recipe, config, folder, resume=resume)
+    on_ready = None if resume else partial(delete_run, path)
+    with build(config, path, on_ready=on_ready) as setup:
+        trainable = make_trainable(compile_engines(setup), recipe)
+        return run_session(trainable, path, every=every, loggers=loggers, budget=budget)
+
+
+class HostedTrainable(EvaluatedTrainable):
+    """Rollouts over one engine, judged while others are sampled; evaluations on tasks that training never sees.
+
+    Answers of tools, other roles and rewards are recorded until a checkpoint covers them, so that a run which is killed
+    in a rollout gets the same answers when it is resumed.
+    """
+
+    def __init__(self, setup: HostedSetup, recipe: str):
+        journal = EffectLog(setup.folder / "journal", _last_checkpoint(setup.folder))
+        progress = setup.progress or Progress(setup.config.updates)
+        self.setup = setup._replace(
+            call_tool=journal.wrap_tools(setup.call_tool),
+            reward=None if setup.reward is None else journal.wrap_reward(setup.reward),
+            journal=journal,
+            progress=progress,
+        )
+        self.subset, self.extra_state = setup.planner.trainable, setup.task_sampler
+        self.offloads_models = setup.config.offload != "none"
+        super().__init__(
+            recipe,
+            setup.config,
+            updates=setup.config.updates,
+            name=setup.name,
+            algorithm=setup.algorithm.name,
+            optimizer=setup.optimizer,
+            key=run_key(setup),
+            progress=progress,
+        )
+
+    def place(self, tree: PyTree) -> PyTree:
+        return self.setup.planner.to_mesh(tree)
+
+    def init_params(self) -> Params:
+        return jax.tree.map(jnp.copy, self.setup.planner.params)
+
+    def frozen_params(self) -> Params:
+        return self.setup.planner.params
+
+    def warm_start(self) -> WarmStart:
+        return self.setup.warm_start(self.setup)
+
+    def make_step(self) -> Step:
+        # An adapter's base is also the start's, so it is not donated; the rest of such a run is small.
+        return make_hosted_step(self.setup, self.roll_out, donates=self.subset is ALL_PARAMS)
+
+    def metrics_line(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return train_line(metrics, tools=self.setup.env.tools)
+
+    def validate(self, params: Params) -> Validation:
+        return validation_of(language_model.validate(self.setup, eval_key(self.setup, "validation"), params))
+
+    def test(self, params: Sequence[Params], versions: Sequence[int]) -> TestReport:
+        return language_model.test(self.setup, eval_key(self.setup, "test"), params, versions)
+
+    def roll_out(self, state: loop.TrainState, callbacks: RolloutCallbacks) -> JudgedRollout:
+        """Roll out all groups of an update at once. The engine's token counts depend on timing, so they are timings."""
+        setup, engine, update = self.setup, self.setup.engine, int(state.update)
+        lost, recomputed, prefilled = engine.lost, engine.recomputed.tokens, engine.prefilled
+        engine.update_weights(setup.planner.to_engine(state.learner.params), int(state.learner.version))
+        if setup.journal is not None:
+            setup.journal.delete_before(_last_checkpoint(setup.folder))
+        with record_effects(setup, "train", update + 1):
+            result = roll_out_tasks(
+                setup,
+                setup.env,
+                training_tasks(setup, update),
+                _rollout_and_control_keys(state.key, update)[0],
+                samples=setup.sizes.samples,
+                on_all_sampled=lambda sampled: callbacks.on_all_sampled(to_arrays(setup, sampled)),
+                on_start=callbacks.on_start,
+            )
+        if setup.progress is not None:
+            setup.progress.step("learn", 0, 1)
+        timings = {
+            "judging_seconds": result.seconds["judging"],
+            **{
+                f"engine_{fate.name.lower()}": count - lost.fates.get(fate, 0)
+                for fate, count in engine.lost.fates.items()
+            },
+            "engine_recomputed": engine.recomputed.tokens - recomputed,
+            "prompt_tokens": engine.prefilled.prompt_tokens - prefilled.prompt_tokens,
+            "prefilled_tokens": engine.prefilled.computed - prefilled.computed,
+        }
+        return to_judged_rollout(setup, state, result, timings)
+
+
+def run_key(setup: HostedSetup) -> jax.Array:
+    """The key of training, from which each update's keys are derived."""
+    return jax.random.split(jax.random.key(setup.config.seed), 3)[0]
+
+
+def eval_key(setup: HostedSetup, split: str) -> jax.Array:
+    """The key of the evaluations on a split."""
+    return jax.random.split(jax.random.key(setup.config.seed), 3)[("run", "validation", "test").index(split)]
+
+
+# Training -----------------------------------------------------------------------------------------------
+
+
+def make_hosted_step(setup: HostedSetup, roll_out: Rollout, *, donates: bool = False) -> Step:
+    """`step(state) -> (state, metrics)`: one iteration, whose trajectories come from `roll_out`.
+
+    With `donates` the update overwrites parameters and optimizer state of the state that it is given.
+    """
+    sizes, config, planner = setup.sizes, setup.config, setup.planner
+    settings = StagedSettings(
+        iteration=sizes,
+        banned=setup.model.banned,
+        tools=len(setup.env.tools),
+        trajectories=sizes.queries * sizes.oversample * sizes.samples,
+        turns=1 if config.rendering == "append" else setup.env.max_turns,
+        max_trajectory_tokens=config.context_tokens,
+        trainable=planner.trainable,
+        donates=donates,
+        watch_seconds=config.watch_seconds,
+    )
+    return make_staged_step(
+        planner.policy,
+        setup.algorithm,
+        setup.optimizer,
+        roll_out,
+        setup.offloader,
+        settings,
+        release=setup.engine.release,  # its cache is useless under new weights
+    )
+
+
+def training_tasks(setup: HostedSetup, update: int) -> list[Task]:
+    """The tasks of an update, one for each group."""
+    if setup.task_sampler is not None:
+        return setup.task_sampler.tasks(update)
+    count = setup.sizes.queries * setup.sizes.oversample
+    return setup.tasks("train", update * count, count)
+
+
+def to_judged_rollout(
+    setup: HostedSetup, state: loop.TrainState, result: RolloutResult, timings: Mapping[str, Any] = {}
+) -> JudgedRollout:
+    """An update's rollout as arrays, with metrics by domain; the first groups are written to trajectories/."""
+    update, trajectories = int(state.update), finalize_rollout(result).trajectories  # in the order of the arrays
+    check_prompts_fit(setup.config, update, trajectories)
+    if update == 0:
+        setup.check_first_rollout(trajectories)
+    rollout, judged = to_arrays(setup, result), with_outcome(trajectories)
+    if setup.config.control == "shuffled_rewards":
+        control_key = _rollout_and_control_keys(state.key, update)[1]
+        rollout = jax.device_get(shuffled_rewards(rollout, control_key, samples=setup.sizes.samples))
+
+    recorded = [i for i, trajectory in enumerate(trajectories) if trajectory.group < setup.config.recorded_groups]
+    path = setup.folder / "trajectories" / f"{update + 1:06d}.jsonl"
+    write_trajectories(path, [trajectories[i] for i in recorded])
+
+    def on_advantages(advantages: loop.Advantages) -> None:
+        rows = np.asarray(advantages.adv)[np.array(recorded, int)]
+        write_advantages(path.with_suffix(ADVANTAGES), [trajectories[i] for i in recorded], rows)
+
+    metrics: Metrics = {
+        f"success_{name}": float(np.mean([trajectory.correct for trajectory in domain]))
+        for name, domain in group_by_domain(judged).items()
+    }
+    metrics |= repetition(judged) | second_check_metrics(judged) | setup.rollout_metrics(judged)
+    metrics |= {f"tokens_{fate.name.lower()}": count for fate, count in result.ledger.fates.items()}
+    if setup.task_sampler is None:
+        metrics |= setup.task_metrics(update)
+    else:
+        metrics |= setup.task_sampler.record_results(update, trajectories)
+    return JudgedRollout(rollout, metrics, timings, on_advantages)
+
+
+def check_prompts_fit(config: HostedConfig, update: int, trajectories: Sequence[RecordedTrajectory]) -> None:
+    """Raise `BadInput` if no prompt of an update leaves room for an action: there is nothing to learn from."""
+    if trajectories and all(
+        trajectory.status == Status.TOKEN_LIMIT and not trajectory.turns for trajectory in trajectories
+    ):
+        raise BadInput(
+            f"--context_tokens={config.context_tokens} holds none of the prompts of update {update + 1} with an action "
+            f"of --max_tokens={config.max_tokens}: raise it, or lower --max_tokens"
+        )
+
+
+def second_check_metrics(trajectories: Sequence[RecordedTrajectory]) -> dict[str, float]:
+    """Mean of a held-out second check, and the gap between reward and check, where both exist; {} if none has both."""
+    pairs = [
+        (trajectory.reward_result.parts[SECOND_CHECK], trajectory.outcome)
+        for trajectory in trajectories
+        if trajectory.reward_result is not None and SECOND_CHECK in trajectory.reward_result.parts
+    ]
+    if not pairs:
+        return {}
+    check_n, outcome_n = np.array(pairs).T
+    return {SECOND_CHECK: float(check_n.mean()), "gap": float((outcome_n - check_n).mean())}
+
+
+def _rollout_and_control_keys(key: jax.Array, update: int) -> jax.Array:
+    """Two keys of an update: its trajectories sample from the first, a control experiment from the second."""
+    return jax.random.split(jax.random.fold_in(key, update))
+
+
+def group_keys(key: jax.Array, update: int, index: int, *, groups: int, samples: int) -> jax.Array:
+    """The keys of one group of an update, equal to those in a rollout of all groups."""
+    keys = jax.random.split(_rollout_and_control_keys(key, update)[0], groups * samples)
+    return keys[index * samples : (index + 1) * samples]
+
+
+def _last_checkpoint(folder: Path) -> int:
+    """The update from whose checkpoint a run in this folder would resume; 0 if there is none."""
+    return Checkpoints(folder).latest() or 0
