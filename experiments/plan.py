@@ -77,7 +77,7 @@ import jax
 
 from flowgrpo.contracts import Algorithm
 from flowgrpo.learner.loss_scale import optimizer_for
-from flowgrpo.learner.state import make_optimizer
+from flowgrpo.learner.state import adamw
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.lora import LoraConfig
 from flowgrpo.parallel.sharding import make_mesh, parse_mesh
@@ -190,7 +190,7 @@ def _compile_one(
     devices = None if target is None else target_devices(target)
     count = math.prod(candidate.mesh.values())
     mesh = make_mesh(candidate.mesh, devices) if count > 1 else None
-    optimizer = optimizer_for(_COMPUTE.value, make_optimizer(learning_rate=1e-6))
+    optimizer = optimizer_for(_COMPUTE.value, adamw(1e-6))
     decoding = None
     if _DECODE_MESH.value is not None:
         decoding = make_mesh(parse_mesh(_DECODE_MESH.value, count), devices)

@@ -67,8 +67,8 @@ from .generate import EngineSettings as EngineSettings
 from .generate import remote as remote
 from .learner import LearnerState as LearnerState
 from .learner import UpdateSettings as UpdateSettings
+from .learner import adamw as adamw
 from .learner import init_learner as init_learner
-from .learner import make_optimizer as make_optimizer
 from .learner import make_update as make_update
 from .models import LoraConfig as LoraConfig
 from .models import Model as Model

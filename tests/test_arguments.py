@@ -16,7 +16,7 @@ from flowgrpo.training.run_dir import check_run
 
 NO_NUMBERS = (nan, inf, -inf, True, "3", [1])
 TASKS = fg.Tasks((fg.Task("a", "q", ("1",), "d"),))
-RATE = fg.make_optimizer(learning_rate=0.1)
+RATE = fg.adamw(0.1)
 TURN: dict[str, Any] = {"tokens": [5, 6], "chosen": [False, True], "logp_sampled": [0.0, -1.0]}
 
 
@@ -35,7 +35,7 @@ def share_tasks(**shares):
 POSITIVE, COUNT = (-1.0, 0), (-1, 0, 1.5)  # what must be above 0; what must be a whole number from 1
 SHARE, LEAST_0 = (-0.1, 1.1), (-1e-9,)
 NUMBERS = {  # constructor -> what is wrong of each argument beside what is no number at all
-    partial(fg.make_optimizer, learning_rate=0.1): dict.fromkeys(("learning_rate", "weight_decay"), LEAST_0)
+    partial(fg.adamw, learning_rate=0.1): dict.fromkeys(("learning_rate", "weight_decay"), LEAST_0)
     | {"clip_norm": POSITIVE, "final_fraction": SHARE, "warmup_steps": (-1, 0.5), "decay_steps": COUNT},
     loop.Settings: dict.fromkeys(
         ("queries", "samples", "oversample", "mini_batches", "epochs", "min_decode_batch"), COUNT

@@ -13,7 +13,7 @@ import flowgrpo as fg
 from flowgrpo.contracts import RewardResult
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine
-from flowgrpo.learner.state import make_optimizer
+from flowgrpo.learner.state import adamw
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.trainable import ALL_PARAMS
@@ -81,7 +81,7 @@ def make_setup(folder, engine: Engine, params, offload: str = "none", **settings
         reward=fg.Reward(lambda _, output: RewardResult(float(int(output.split()[0]) % 2))),
         tasks=tasks,
         algorithm=fg.flow_grpo(beta=0.01),
-        optimizer=make_optimizer(learning_rate=0.01),
+        optimizer=adamw(0.01),
         sizes=loop.Settings(queries=4, samples=4, micro_rows=8),
         warm_start=lambda _: no_warm_start(jax.tree.map(jnp.copy, params)),
         format_trajectory=lambda *_: "",

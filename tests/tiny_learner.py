@@ -10,7 +10,7 @@ from family_cases import batch_of, make_case
 
 import flowgrpo as fg
 from flowgrpo.learner.diagnostics import DiagnosticsSettings, batch_signal, metrics_of_sums, observe, sampler_sums
-from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
+from flowgrpo.learner.state import LearnerState, adamw, init_learner
 from flowgrpo.learner.update import UpdateSettings, make_score, make_update
 from flowgrpo.models.trainable import ALL_PARAMS, TrainableSubset
 
@@ -42,7 +42,7 @@ def hidden_tree(params, tokens, positions, _ends):
 
 BIGRAMS = fg.Policy(init, hidden, lambda params, x: x @ params["unembed"], hidden_tree=hidden_tree)
 SCORE = jax.jit(make_score(BIGRAMS, **SETTINGS))
-OPTIMIZERS = {"sgd": optax.sgd(1.0), "adam": make_optimizer(learning_rate=0.01, clip_norm=0.5)}
+OPTIMIZERS = {"sgd": optax.sgd(1.0), "adam": adamw(0.01, clip_norm=0.5)}
 PLAIN = fg.flow_grpo(beta=0.0)
 DIAGNOSTICS = DiagnosticsSettings(warns=False)  # no policy has sampled the cases
 

@@ -23,7 +23,7 @@ import flowgrpo as fg
 from flowgrpo import launch
 from flowgrpo.batching.layouts import full_batch
 from flowgrpo.envs.env import PAD
-from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.state import adamw, init_learner
 from flowgrpo.learner.update import UpdateSettings, make_update
 from flowgrpo.models import attention, kv_cache
 from flowgrpo.models.decoder import make_policy
@@ -81,7 +81,7 @@ def _program(name: str, safeguard: str | None) -> Callable[[], Any]:
         generate = partial(generate_block, policy, tokens)
         function, arguments = (lambda params, inputs: map_rows(generate, mesh, params, inputs)), (params, inputs)
     else:
-        optimizer = make_optimizer(learning_rate=1e-4)
+        optimizer = adamw(1e-4)
         function = make_update(policy, fg.flow_grpo(beta=0.0), optimizer, UpdateSettings(banned=(PAD,), micro_rows=4))
         state = replicate(init_learner(params, optimizer), mesh)
         arguments = (state, replicate(full_batch(config.v, rows, tokens), mesh))

@@ -44,7 +44,7 @@ import optax
 
 import flowgrpo as fg
 from flowgrpo.learner.diagnostics import DiagnosticsSettings
-from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
+from flowgrpo.learner.state import LearnerState, adamw, init_learner
 from flowgrpo.learner.update import UpdateSettings, make_score, make_update
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
@@ -58,7 +58,7 @@ from .measuring import print_result
 SIZES: dict[str, Any] = {"v": 128, "d": 64, "h": 4, "k": 2, "e": 16, "f": 128, "init_scale": 0.1}
 CONFIG = DecoderConfig(**SIZES, windows=(None, 12), ropes=(Rope(),) * 2, qkv_bias=True, qk_norm=True)
 POLICY, AXES = make_policy(CONFIG), sharding.decoder_axes(CONFIG)
-ALGORITHM, OPTIMIZER = fg.flow_grpo(beta=0.05), make_optimizer(learning_rate=1e-3)
+ALGORITHM, OPTIMIZER = fg.flow_grpo(beta=0.05), adamw(1e-3)
 ROWS, MICRO_ROWS = 32, 4
 # Batches hold what no policy sampled: no warning about the sampler.
 SETTINGS = UpdateSettings(micro_rows=MICRO_ROWS, diagnostics=DiagnosticsSettings(warns=False))

@@ -48,7 +48,7 @@ import numpy as np
 import flowgrpo as fg
 from flowgrpo.batching.prefix_tree import count_tokens, make_packer
 from flowgrpo.learner.imitation import make_supervised
-from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.state import adamw, init_learner
 from flowgrpo.learner.update import make_score, make_update, score_batch
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.report.progress import with_progress
@@ -128,7 +128,7 @@ def _works(model: Model, part: str, batches: dict[str, fg.Batch]) -> dict[str, C
     if part == "score":
         score = {name: jax.jit(partial(score_batch, make_score(model.policy), micro_rows=rows[name])) for name in rows}
         return {name: partial(score[name], model.params, batch) for name, batch in batches.items()}
-    optimizer = make_optimizer(learning_rate=RATE)
+    optimizer = adamw(RATE)
     state = init_learner(model.params, optimizer)
 
     def make(micro_rows: int) -> Callable:

@@ -47,7 +47,7 @@ import numpy as np
 import flowgrpo as fg
 from flowgrpo.contracts import HostEnv, HostObservation, HostStep, RewardResult
 from flowgrpo.generate.engine import Engine, EngineSettings
-from flowgrpo.learner.state import make_optimizer
+from flowgrpo.learner.state import adamw
 from flowgrpo.models.hf import Model
 from flowgrpo.parallel.offload import HostOffloader, placement_table
 from flowgrpo.report.progress import with_progress
@@ -63,7 +63,7 @@ from flowgrpo.types import Status
 from .ceilings import open_model
 from .measuring import check_known, print_result
 
-OPTIMIZER = make_optimizer(learning_rate=1e-4)
+OPTIMIZER = adamw(1e-4)
 STOP = 1  # an ordinary token, so that actions differ in length
 STAGES = ("rollout", "inference", "rewards", "advantages", "pack", "train", "iteration")
 

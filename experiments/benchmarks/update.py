@@ -69,7 +69,7 @@ from flowgrpo.batching.layouts import full_batch
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.sampler import logprobs
-from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.state import adamw, init_learner
 from flowgrpo.learner.update import make_update
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
@@ -112,7 +112,7 @@ def _make_work(config: DecoderConfig, batch: Batch, form: str = "plain") -> Time
     if form == "gradient":
         value_and_grad = jax.jit(jax.value_and_grad(_total), static_argnums=1)
         return TimedProgram(lambda: value_and_grad(params, policy, batch.tokens), 3 * forward)
-    kl, optimizer = form == "kl", make_optimizer(learning_rate=RATE)
+    kl, optimizer = form == "kl", adamw(RATE)
     settings = fg.UpdateSettings(banned=(PAD,), micro_rows=_MICRO.value)
     update = jax.jit(
         make_update(policy._replace(mesh=mesh), fg.flow_grpo(beta=0.04 if kl else 0.0), optimizer, settings)
@@ -185,7 +185,7 @@ def hold_update(name: str, rows: int, length: int, micro_rows: int, remat: bool)
     """
     config = shape_called(name)
     job = Workload(rows=rows, length=length, micro_rows=micro_rows, prompt=1, remat=remat, dtype="float32")
-    case = make_case(config, job, fg.flow_grpo(beta=0.0), make_optimizer(learning_rate=RATE))
+    case = make_case(config, job, fg.flow_grpo(beta=0.0), adamw(RATE))
     program = dry_update(case)
     update = make_update(
         case.policy, case.algorithm, case.optimizer, fg.UpdateSettings(micro_rows=job.micro_rows, chunk=job.chunk)

@@ -19,7 +19,7 @@ from flowgrpo.algorithms.policy_gradient import flow_grpo
 from flowgrpo.batching.layouts import full_batch
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.generate.sampler import DecodeState, decode, make_sampling, prefill, start_rows
-from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.state import adamw, init_learner
 from flowgrpo.learner.update import UpdateSettings, make_update
 from flowgrpo.models.attention_kernels import best_kernel
 from flowgrpo.models.config import DecoderConfig
@@ -207,7 +207,7 @@ def check_training(bench: Bench) -> list[CheckLine]:
 
 
 def _measure_update(bench: Bench, config: DecoderConfig, name: str, case: AttentionCase) -> list[CheckLine]:
-    sizes, rates, optimizer = bench.sizes, measure_rates(bench), make_optimizer(learning_rate=1e-6)
+    sizes, rates, optimizer = bench.sizes, measure_rates(bench), adamw(1e-6)
     policy = make_policy(config, remat=True, attend=case.attend)
     batch = jax.device_put(full_batch(config.v, sizes.update_rows, sizes.update_length), bench.device)
     micro_rows = max(1, sizes.update_rows // 4)

@@ -16,7 +16,7 @@ import optax
 
 from flowgrpo.algorithms.policy_gradient import flow_grpo
 from flowgrpo.batching.layouts import full_batch
-from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.state import adamw, init_learner
 from flowgrpo.learner.update import UpdateSettings, make_update
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.types import Batch
@@ -42,7 +42,7 @@ class SmallUpdate(NamedTuple):
 def _small_update(bench: Bench) -> SmallUpdate:
     """Update with two epochs: in the second one ratios are not 1, and some are clipped."""
     config, sizes = small_shape(bench.sizes), bench.sizes
-    optimizer = make_optimizer(learning_rate=0.1, base=optax.identity())
+    optimizer = adamw(0.1, base=optax.identity())
     batch = full_batch(config.v, sizes.rows, sizes.length, segments=3, samples=2)
     update = make_update(
         make_policy(config), flow_grpo(beta=0.0), optimizer, UpdateSettings(micro_rows=sizes.rows // 2, epochs=2)

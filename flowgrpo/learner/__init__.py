@@ -18,5 +18,5 @@ from flowgrpo.learner.critic import copied_trunk, separate_network, shared_trunk
 from flowgrpo.learner.diagnostics import DiagnosticsSettings
 from flowgrpo.learner.imitation import demonstrate, imitation_rows, make_supervised, packed_imitation
 from flowgrpo.learner.loss_scale import with_loss_scale
-from flowgrpo.learner.state import LearnerState, init_learner, make_optimizer
+from flowgrpo.learner.state import LearnerState, adamw, init_learner
 from flowgrpo.learner.update import UpdateSettings, check_mini_batches, make_score, make_update

@@ -1,7 +1,7 @@
 """The learner's state, carried from update to update, and its optimizer.
 
 `init_learner` makes the state, one frozen pytree: it can be donated, vmapped over seeds, sharded and saved as it is.
-`make_optimizer` chains
+`adamw` chains
 
     clip of the global norm -> scale -> weight decay -> - rate
 
@@ -49,9 +49,9 @@ def init_learner(
 # Optimizers -------------------------------------------------------------------------------------------
 
 
-def make_optimizer(
-    *,
+def adamw(
     learning_rate,
+    *,
     warmup_steps: int = 0,
     decay_steps: int | None = None,
     final_fraction: float = 0.0,
@@ -73,7 +73,7 @@ def make_optimizer(
         matrices: names of parameters that take Muon's orthogonal steps (Jordan et al., 2024), of about `MUON` times the
             size of AdamW's; each with the axes that a product with it sums over, and those that it keeps.
     """
-    check = partial(check_range, "make_optimizer")
+    check = partial(check_range, "adamw")
     check("learning_rate", learning_rate, 0.0)
     check("warmup_steps", warmup_steps, 0, whole=True)
     check("decay_steps", decay_steps, 1, whole=True, optional=True)

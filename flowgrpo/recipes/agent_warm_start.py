@@ -22,7 +22,7 @@ from flowgrpo.agent.tool_arguments import Schema
 from flowgrpo.contracts import HostEnv
 from flowgrpo.data.tokenizer import ChatTokenizer
 from flowgrpo.learner.imitation import packed_imitation
-from flowgrpo.learner.state import make_optimizer
+from flowgrpo.learner.state import adamw
 from flowgrpo.models.hf import load_model
 from flowgrpo.recipes.agent_config import Config
 from flowgrpo.recipes.offline_start import imitation_warm_start
@@ -175,7 +175,7 @@ def imitate_demonstrations(setup: HostedSetup, demonstrations: Sequence[Trajecto
         setup.model._replace(policy=planner.policy, params=planner.params),
         config,
         patience=PATIENCE,
-        optimizer=make_optimizer(learning_rate=config.warm_rate, warmup_steps=5, decay_steps=config.warm_steps),
+        optimizer=adamw(config.warm_rate, warmup_steps=5, decay_steps=config.warm_steps),
         trainable=planner.trainable,
         every=max(config.warm_steps // VALIDATIONS, 1),
         micro_rows=config.micro_rows,

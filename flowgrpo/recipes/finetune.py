@@ -19,7 +19,7 @@ from flowgrpo.batching.prefix_tree import tree_sizes
 from flowgrpo.learner import conversations
 from flowgrpo.learner.imitation import IMITATION, packed_imitation
 from flowgrpo.learner.loss_scale import optimizer_for
-from flowgrpo.learner.state import LearnerState, make_optimizer
+from flowgrpo.learner.state import LearnerState, adamw
 from flowgrpo.learner.update import UpdateSettings, make_score, make_update, score_batch
 from flowgrpo.models.attention_kernels import get_kernel
 from flowgrpo.models.decoder import make_policy
@@ -179,10 +179,8 @@ def build(config: Config) -> FinetuneParts:
     steps = max(math.ceil(config.epochs * len(examples.train) / config.batch), 1)
     assert config.learning_rate is not None  # set by the Config
     warmup_steps = steps // 20
-    adamw = make_optimizer(
-        learning_rate=config.learning_rate, warmup_steps=warmup_steps, decay_steps=steps - warmup_steps
-    )
-    optimizer = optimizer_for(config.dtype, adamw)
+    optimizer = adamw(config.learning_rate, warmup_steps=warmup_steps, decay_steps=steps - warmup_steps)
+    optimizer = optimizer_for(config.dtype, optimizer)
     objective = make_objective(config, model, examples.held_out, optimizer)
     return FinetuneParts(config, model, examples, steps, optimizer, objective)
 

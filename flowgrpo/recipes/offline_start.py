@@ -30,7 +30,7 @@ from flowgrpo.contracts import HostEnv, ToolRunner
 from flowgrpo.data.tokenizer import ChatTokenizer, load_tokenizer
 from flowgrpo.files import read_json
 from flowgrpo.learner.imitation import make_supervised, make_validation, packed_imitation
-from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.state import adamw, init_learner
 from flowgrpo.models.decoder import matrices
 from flowgrpo.models.hf import Model, init_model, save_model
 from flowgrpo.models.trainable import ALL_PARAMS, TrainableSubset
@@ -317,7 +317,7 @@ def imitation_warm_start(
         every: Steps between two validations.
         micro_rows: Rows per forward pass.
     """
-    optimizer = optimizer or make_optimizer(
+    optimizer = optimizer or adamw(
         learning_rate=config.warm_rate,
         warmup_steps=20,
         decay_steps=config.warm_steps,

@@ -31,7 +31,7 @@ from flowgrpo.learner.critic import (
     with_critic,
 )
 from flowgrpo.learner.imitation import make_supervised, make_validation
-from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.state import adamw, init_learner
 from flowgrpo.models.config import DecoderConfig, small_config
 from flowgrpo.models.critic import HEAD, make_critic
 from flowgrpo.models.decoder import make_policy, matrices
@@ -167,7 +167,7 @@ def seed_keys(seed: int) -> dict[str, jax.Array]:
 
 def warm_optimizer(setup: Setup) -> optax.GradientTransformation:
     """The optimizer of the imitation before RL."""
-    return make_optimizer(
+    return adamw(
         learning_rate=setup.config.warm_rate,
         warmup_steps=20,
         decay_steps=setup.config.warm_steps,

@@ -19,7 +19,7 @@ from flowgrpo.contracts import Reward
 from flowgrpo.envs.arithmetic import DECEPTIVE
 from flowgrpo.files import describe_error, import_named, pip_install
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
-from flowgrpo.learner.state import make_optimizer, scale_by_adafactor
+from flowgrpo.learner.state import adamw, scale_by_adafactor
 from flowgrpo.rewards.answers import symbolic
 from flowgrpo.rewards.answers.game24 import game24
 from flowgrpo.rewards.answers.match import answer
@@ -155,11 +155,11 @@ def decayed_adamw(
 ) -> optax.GradientTransformation:
     """AdamW whose learning rate decays within `steps` gradient steps to `decay_to` times itself; at 1 it is constant.
 
-    `base` replaces Adam; `matrices` are trained by Muon (see `make_optimizer`).
+    `base` replaces Adam; `matrices` are trained by Muon (see `adamw`).
     """
     if decay_to >= 1:
-        return make_optimizer(learning_rate=rate, base=base, matrices=matrices)
-    return make_optimizer(learning_rate=rate, decay_steps=steps, final_fraction=decay_to, base=base, matrices=matrices)
+        return adamw(rate, base=base, matrices=matrices)
+    return adamw(rate, decay_steps=steps, final_fraction=decay_to, base=base, matrices=matrices)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from flowgrpo.contracts import Reward, RewardResult
 from flowgrpo.data.task_files import parse_fields, read_tasks
 from flowgrpo.evaluation.metrics import Evaluation
 from flowgrpo.learner.loss_scale import optimizer_for
-from flowgrpo.learner.state import make_optimizer
+from flowgrpo.learner.state import adamw
 from flowgrpo.models.hf import Model, check_model
 from flowgrpo.recipes import registry, self_verify_tasks
 from flowgrpo.recipes.registry import make_base_optimizer
@@ -103,7 +103,7 @@ def build(config: Config, folder: Path, *, on_ready: Callable[[], object] | None
             algorithm=fg.flow_grpo(beta=config.beta, clip_high=config.clip_high),
             optimizer=optimizer_for(
                 config.dtype,
-                make_optimizer(learning_rate=config.learning_rate, base=make_base_optimizer(config.optimizer)),
+                adamw(config.learning_rate, base=make_base_optimizer(config.optimizer)),
             ),
             sizes=sizes_of(config, planner),
             warm_start=lambda _: no_warm_start(jax.tree.map(jnp.copy, planner.params)),

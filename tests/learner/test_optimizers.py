@@ -10,7 +10,7 @@ import pytest
 from tiny_learner import BIGRAMS, PLAIN, SETTINGS, rows_of, sampled_case
 
 from flowgrpo.learner.adam8bit import BLOCK, dequantize, quantize, scale_by_adam_8bit
-from flowgrpo.learner.state import init_learner, make_optimizer, scale_by_adafactor
+from flowgrpo.learner.state import adamw, init_learner, scale_by_adafactor
 from flowgrpo.learner.update import UpdateSettings, make_update
 
 SHAPES = {"wide": (20, 300), "heads": (2, 32, 4, 8), "scalar": (), "bias": (7,)}
@@ -158,7 +158,7 @@ def test_every_base_optimizer_learns():
     params, trajectories = sampled_case(34, invalid=0.0)
     batch, falls = rows_of(PLAIN, trajectories, "by_trajectory"), {}
     for name, base in BASE_DTYPES.items():
-        optimizer = make_optimizer(learning_rate=0.01, base=base)
+        optimizer = adamw(0.01, base=base)
         settings = UpdateSettings(rescore=True, diagnostics=None, **SETTINGS)
         update = jax.jit(make_update(BIGRAMS, PLAIN, optimizer, settings))
         state, losses = init_learner(params, optimizer), []

@@ -28,7 +28,7 @@ from tree_cases import Context, build_trees
 
 import flowgrpo as fg
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
-from flowgrpo.learner.state import init_learner, make_optimizer, scale_by_adafactor
+from flowgrpo.learner.state import adamw, init_learner, scale_by_adafactor
 from flowgrpo.learner.update import UpdateSettings, make_score, make_update
 from flowgrpo.models.attention import AttentionKernels, attend, attend_cache, visible
 from flowgrpo.models.decoder import make_policy
@@ -113,7 +113,7 @@ def pairs(tree, other):
 @pytest.mark.parametrize("base", [None, scale_by_adam_8bit()])
 def test_optimizer_state_is_sharded_like_its_parameter(base):
     mesh, axes = mesh_of("fsdp=2,tensor=4"), sharding.decoder_axes(tiny_models.CONFIG)
-    optimizer = make_optimizer(learning_rate=0.1, base=base)
+    optimizer = adamw(0.1, base=base)
     state = jax.eval_shape(lambda: init_learner(tiny_models.tiny_params(), optimizer))
     shardings = sharding.state_shardings(state, mesh, axes)
     assert jax.tree.structure(shardings) == jax.tree.structure(state)
@@ -127,7 +127,7 @@ def test_optimizer_state_is_sharded_like_its_parameter(base):
 
 
 def test_factored_optimizer_state_is_sharded_along_a_suitable_axis():
-    optimizer = make_optimizer(learning_rate=0.1, base=scale_by_adafactor(min_axis=8))
+    optimizer = adamw(0.1, base=scale_by_adafactor(min_axis=8))
     state = jax.eval_shape(lambda: init_learner(tiny_models.tiny_params(), optimizer))
     shardings = sharding.state_shardings(state, mesh_of("fsdp=2,tensor=4"), sharding.decoder_axes(tiny_models.CONFIG))
     factored, spec_of = state.optimizer[1][0][0], shardings.optimizer[1][0][0]
@@ -139,7 +139,7 @@ def test_factored_optimizer_state_is_sharded_along_a_suitable_axis():
 def test_adapter_optimizer_state_and_reference_are_sharded_at_any_path():
     mesh, lora = mesh_of("fsdp=2,tensor=4"), LoraConfig(rank=4)
     policy = lora_policy(tiny_models.CONFIG, lora)
-    optimizer = make_optimizer(learning_rate=0.1)
+    optimizer = adamw(0.1)
     run = jax.eval_shape(
         lambda: loop.init_train_state(policy.init(jax.random.key(0)), optimizer, jax.random.key(1), trainable=ADAPTER)
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import flowgrpo as fg
-from flowgrpo.learner.state import make_optimizer
+from flowgrpo.learner.state import adamw
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy, matrices
 from flowgrpo.models.lora import LoraConfig
@@ -38,7 +38,7 @@ CONFIG = DecoderConfig(
     v=64, d=16, h=4, k=2, e=8, f=32, windows=(None,) * LAYERS, ropes=(Rope(),) * LAYERS, tied=True, qkv_bias=True
 )
 JOB = Workload(rows=8, length=32, micro_rows=2, slots=8, prompt=8, steps=4, remat=False, dtype="float32", chunk=64)
-OPTIMIZER = make_optimizer(learning_rate=1e-3)
+OPTIMIZER = adamw(1e-3)
 PLAIN = fg.flow_grpo(beta=0.0)
 
 

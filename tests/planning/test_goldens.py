@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import flowgrpo as fg
-from flowgrpo.learner.state import make_optimizer
+from flowgrpo.learner.state import adamw
 from flowgrpo.models.attention_kernels import flash
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
@@ -52,7 +52,7 @@ def case(name: str, kind: str):
     """The small model on a mesh of fsdp, for a target."""
     target = parse_target(name)
     mesh = make_mesh({"fsdp": DEVICES}, target_devices(target))
-    learning = fg.flow_grpo(beta=0.0), make_optimizer(learning_rate=1e-3)
+    learning = fg.flow_grpo(beta=0.0), adamw(1e-3)
     return make_case(CONFIG, JOBS[kind], *learning, mesh=mesh, target=target)
 
 

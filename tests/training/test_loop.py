@@ -10,7 +10,7 @@ from tiny_env import tiny_env
 
 import flowgrpo as fg
 from flowgrpo.learner.critic import copied_trunk, partition_optimizer, separate_network, shared_trunk, with_critic
-from flowgrpo.learner.state import make_optimizer
+from flowgrpo.learner.state import adamw
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.critic import make_critic
 from flowgrpo.models.decoder import make_policy
@@ -28,14 +28,14 @@ CONFIG = DecoderConfig(
 )
 POLICY = make_policy(CONFIG)
 ALGORITHM = fg.flow_grpo(beta=0.05)
-OPTIMIZER = make_optimizer(learning_rate=0.01)
+OPTIMIZER = adamw(0.01)
 SIZES = loop.Settings(queries=4, samples=4, micro_rows=8)
 PPO = fg.ppo(beta=0.05)  # with KL in the reward
 CRITICS = {
     "own": separate_network(POLICY, make_critic(CONFIG), init=copied_trunk(CONFIG)),
     "shared": shared_trunk(POLICY, CONFIG),
 }
-BOTH = partition_optimizer(OPTIMIZER, make_optimizer(learning_rate=0.03))
+BOTH = partition_optimizer(OPTIMIZER, adamw(0.03))
 
 
 @cache

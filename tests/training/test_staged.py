@@ -21,7 +21,7 @@ from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine, EngineSettings
 from flowgrpo.learner.critic import separate_network, with_critic
 from flowgrpo.learner.scoring import make_score_trajectories
-from flowgrpo.learner.state import make_optimizer
+from flowgrpo.learner.state import adamw
 from flowgrpo.learner.update import ScoreSettings
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.critic import Critic, make_critic
@@ -56,7 +56,7 @@ CONFIG = DecoderConfig(
 )
 POLICY = make_policy(CONFIG)
 CRITIC = separate_network(POLICY, make_critic(CONFIG))
-OPTIMIZER = make_optimizer(learning_rate=0.01)
+OPTIMIZER = adamw(0.01)
 SIZES = loop.Settings(queries=4, samples=4, micro_rows=8)
 ALGORITHMS = {
     "plain": fg.flow_grpo(beta=0.0),

@@ -20,7 +20,7 @@ from flowgrpo import launch
 from flowgrpo.contracts import Env, Observation, Params, Policy, Sizes, Step
 from flowgrpo.envs.env import END, PAD, absorbing, pad_tokens
 from flowgrpo.generate.sampler import decode, make_sampling, prefill, start_rows
-from flowgrpo.learner.state import make_optimizer
+from flowgrpo.learner.state import adamw
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import init_model
 from flowgrpo.parallel.row_sharding import data_mesh, map_rows, replicate
@@ -102,7 +102,7 @@ def _with_frequent_end(policy: Policy) -> Policy:
 def _train(lane: protocol.Lane, case: workload.Training, policy: Policy, params: Params) -> None:
     """Make iterations until the race is over."""
     policy = policy if case.turns == 1 else _with_frequent_end(policy)
-    optimizer = make_optimizer(learning_rate=workload.RATE, clip_norm=workload.CLIP)
+    optimizer = adamw(workload.RATE, clip_norm=workload.CLIP)
     rows = {"micro_rows": MICRO_ROWS[case.turns], "min_decode_batch": MIN_DECODE_BATCH[case.turns]}
     sizes = loop.Settings(queries=PROMPTS, samples=GROUP, **rows)
     iteration = loop.make_iteration(_dialogue(case.turns), policy, fg.grpo(beta=case.beta), optimizer, sizes)

@@ -21,7 +21,7 @@ from flowgrpo.batching.layouts import full_batch
 from flowgrpo.contracts import HostEnv, HostObservation, HostStep, Request, RewardResult
 from flowgrpo.generate.engine import Engine, EngineSettings
 from flowgrpo.generate.sampler import decode, draw_token, logprobs, make_sampling, prefill, start_rows
-from flowgrpo.learner.state import init_learner, make_optimizer
+from flowgrpo.learner.state import adamw, init_learner
 from flowgrpo.learner.update import make_update
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.hf import Model, load_model
@@ -79,7 +79,7 @@ def _generate(engine: Engine, prompts: Sequence[list[int]], length: int) -> None
 
 def _update(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
     """One update of full rows, a row at a time."""
-    optimizer = make_optimizer(learning_rate=RATE, clip_norm=CLIP)
+    optimizer = adamw(RATE, clip_norm=CLIP)
     update = jax.jit(
         make_update(model.policy, fg.grpo(beta=0.0), optimizer, fg.UpdateSettings(micro_rows=1)), donate_argnums=0
     )
@@ -93,7 +93,7 @@ def _update(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
 
 def _step(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
     """Whole iterations of the staged system: an engine's rollout, advantages, packing, and an update."""
-    optimizer = make_optimizer(learning_rate=RATE, clip_norm=CLIP)
+    optimizer = adamw(RATE, clip_norm=CLIP)
     trajectories, context = sizes.queries * sizes.samples, sizes.context
     sizes_of_engine = {
         "slots": trajectories,
@@ -297,7 +297,7 @@ def _update_works(model: Model, sizes: Sizes) -> dict[str, Callable[[], Any]]:
     def logp_sum(params, tokens):
         return logprobs(policy, params, tokens).logp.sum()
 
-    optimizer = make_optimizer(learning_rate=RATE, clip_norm=CLIP)
+    optimizer = adamw(RATE, clip_norm=CLIP)
     memory = optimizer.init(params)
 
     def move(gradient, memory, params):
