@@ -28,10 +28,13 @@ from .agent import agent_system as agent_system
 from .algorithms import Correction as Correction
 from .algorithms import Options as Options
 from .algorithms import Overlong as Overlong
+from .algorithms import algorithm as algorithm
+from .algorithms import clip as clip
 from .algorithms import compose as compose
 from .algorithms import dpo as dpo
 from .algorithms import flow_grpo as flow_grpo
 from .algorithms import flow_weights as flow_weights
+from .algorithms import group_center as group_center
 from .algorithms import group_zscore as group_zscore
 from .algorithms import grpo as grpo
 from .algorithms import multi_turn_group_advantage as multi_turn_group_advantage
@@ -57,6 +60,7 @@ from .contracts import Sizes as Sizes
 from .contracts import Step as Step
 from .contracts import Tool as Tool
 from .data import Tasks as Tasks
+from .data import batches as batches
 from .data import read_tasks as read_tasks
 from .envs import arithmetic as arithmetic
 from .envs import check_env as check_env

@@ -7,7 +7,7 @@ Modules:
 
     advantage        Advantages: from outcomes and rewards to one number per trajectory, turn or token
     aggregation      Aggregation: the weight in the loss of each token that the policy chose
-    compose          `compose` binds the parts of an algorithm together; a new member is one call of it
+    compose          `algorithm` and `compose` bind the parts of an algorithm together; a new member is one call
     distillation     On-policy distillation: a teacher's log-ratio on the policy's own samples
     dpo              DPO on trajectories (Rafailov et al., 2023): `dpo` learns from the best and the worst of each group
     loss             Losses: `token_loss` is a weighted sum over the tokens of a batch
@@ -36,10 +36,18 @@ from flowgrpo.algorithms.aggregation import (
     sequence_sum,
     token_mean,
 )
-from flowgrpo.algorithms.compose import Traits, compose, last_turn_only, newest_segment_only
+from flowgrpo.algorithms.compose import (
+    Traits,
+    algorithm,
+    compose,
+    last_turn_only,
+    newest_segment_only,
+    outcome_advantage,
+)
 from flowgrpo.algorithms.distillation import opd, sdpo
 from flowgrpo.algorithms.dpo import Pairs, dpo, dpo_pairs
 from flowgrpo.algorithms.loss import (
+    clip,
     clip_surrogate,
     mirror_surrogate,
     ratio_surrogate,
@@ -58,7 +66,6 @@ from flowgrpo.algorithms.policy_gradient import (
     gspo,
     kimi,
     mt_grpo,
-    outcome_advantage,
     reinforce_pp,
     rloo,
     trloo,

@@ -18,7 +18,7 @@ from jax.lax import stop_gradient
 
 from flowgrpo import masked
 from flowgrpo.algorithms.advantage import dense_ids
-from flowgrpo.algorithms.options import Correction, Options, is_off, kl_estimate
+from flowgrpo.algorithms.options import Correction, Options, check_clip, is_off, kl_estimate
 from flowgrpo.contracts import Metrics, Scores
 from flowgrpo.types import AnyArray, BadInput, Batch
 
@@ -44,6 +44,25 @@ def clip_surrogate(tokens: Tokens, *, clip_low, clip_high, dual_clip=None) -> tu
     """`min(rho A, clip(rho, 1 - low, 1 + high) A)`, token by token (Schulman et al., 2017)."""
     log_ratio_rs = tokens.logp - tokens.logp_old
     return _clip(log_ratio_rs, tokens.advantage, clip_low, clip_high, dual_clip), log_ratio_rs
+
+
+class ClipSurrogate(NamedTuple):
+    """`clip_surrogate` with its widths bound: what `clip` returns."""
+
+    low: float | Array
+    high: float | Array
+    dual: float | Array | None = None
+
+    def __call__(self, tokens: Tokens) -> tuple[Array, Array]:
+        """Value to maximise, and log of the ratio, of each token."""
+        return clip_surrogate(tokens, clip_low=self.low, clip_high=self.high, dual_clip=self.dual)
+
+
+def clip(low: float | Array = 0.2, high: float | Array | None = None) -> ClipSurrogate:
+    """The clipped surrogate with the ratio bounded by `1 - low` and `1 + high`; `high` is `low` if it is None."""
+    high = low if high is None else high
+    check_clip("clip", low, high)
+    return ClipSurrogate(low, high)
 
 
 def sequence_clip_surrogate(tokens: Tokens, *, clip_low, clip_high, dual_clip=None) -> tuple[Array, Array]:

@@ -22,13 +22,12 @@ from flowgrpo.algorithms.advantage import (
     group_zscore,
     last_turns,
     leave_one_out,
-    multi_turn_group_advantage,
     return_to_go,
     row_group_advantage,
     turn_index,
     turn_rewards,
 )
-from flowgrpo.algorithms.compose import Advantage, Traits, compose
+from flowgrpo.algorithms.compose import Advantage, Traits, compose, outcome_advantage
 from flowgrpo.algorithms.options import (
     DapoKeywords,
     OptionKeywords,
@@ -43,20 +42,6 @@ from flowgrpo.contracts import Algorithm
 from flowgrpo.types import Trajectories, check_range
 
 # Advantages -------------------------------------------------------------------------------------------
-
-
-def outcome_advantage(
-    normalize: Normalize, over: Callable[..., Array] = multi_turn_group_advantage, **settings: float
-) -> Advantage:
-    """The outcome (less its KL, if KL is in the reward), normalised over the group."""
-
-    def advantage(trajectories, outcome_n, valid_n, options) -> Array:
-        outcome_n = outcome_n - reward_kl(trajectories, options).sum(axis=(1, 2))
-        return over(
-            outcome_n, trajectories.acted, trajectories.group, valid_n, normalize=partial(normalize, **settings)
-        )
-
-    return advantage
 
 
 def _turn_rewards_less_kl(trajectories: Trajectories, outcome_n: Array, options: Options) -> Array:

@@ -17,7 +17,7 @@ Modules:
     tokenizer        Tokenizer and chat rendering
 """
 
-from flowgrpo.data.task_files import read_tasks
+from flowgrpo.data.task_files import batches, read_tasks
 from flowgrpo.data.tasks import Tasks, batch_at, split_of, split_tasks, task_at
 from flowgrpo.data.tokenizer import (
     ChatTokenizer,

@@ -17,17 +17,18 @@ line and field; `skip_bad=True` leaves it out and reports it.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
-from flowgrpo.data.tasks import Tasks
+from flowgrpo.data.tasks import Tasks, batch_at, task_at
 from flowgrpo.data.tokenizer import strict_json
 from flowgrpo.files import is_file, pip_install
-from flowgrpo.types import JSON, BadInput, Task
+from flowgrpo.types import JSON, BadInput, Task, check_range
 
 GYM = "reasoning_gym"
 CONTENT = "#"  # pseudo-field: the id is a hash of the content
@@ -97,6 +98,26 @@ def read_tasks(
         why = f"; the first bad record: {left_out[0]}" if left_out else ""
         raise BadInput(f"{path} holds no task{why}")
     return Tasks(tuple(task for task, _ in tasks.values()), str(source), tuple(left_out))
+
+
+def batches(
+    tasks: str | Path | Sequence[Task], size: int, *, seed: int = 0, epochs: int | None = None
+) -> Iterator[list[Task]]:
+    """Batches of `size` tasks in the shuffled order of `tasks.task_at`: a permutation for each epoch.
+
+    Args:
+        tasks: `Tasks`, a list of them, or what `read_tasks` reads.
+        size: tasks of a batch, which may cross the end of an epoch.
+        seed: of the order.
+        epochs: how often each task is seen, with a shorter last batch for what is left; None: endless.
+    """
+    tasks = read_tasks(tasks) if isinstance(tasks, str | Path) else tasks
+    check_range("batches", "size", size, 1, whole=True)
+    check_range("batches", "epochs", epochs, 1, whole=True, optional=True)
+    task_at(tasks, seed, 0)  # raises if there is none
+    total = None if epochs is None else epochs * len(tasks)
+    starts = count(0, size) if total is None else range(0, total, size)
+    return (batch_at(tasks, seed, i, size if total is None else min(size, total - i))[0] for i in starts)
 
 
 def parse_fields(pairs: list[str]) -> dict[str, str]:

@@ -3,13 +3,14 @@
 import json
 import sys
 from collections import Counter
+from itertools import islice
 from math import factorial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgrpo.data.task_files import parse_fields, read_tasks
+from flowgrpo.data.task_files import batches, parse_fields, read_tasks
 from flowgrpo.data.tasks import Tasks, batch_at, permute, split_of, split_tasks, task_at
 from flowgrpo.types import BadInput, Task
 
@@ -57,6 +58,20 @@ def test_all_permutations_of_a_few_tasks_come_up_equally_often(count):
     chi_squared = sum((times - mean) ** 2 / mean for times in counts.values())
     assert len(counts) == factorial(count)
     assert chi_squared < factorial(count) + 5 * factorial(count) ** 0.5 * 2**0.5
+
+
+def test_batches_follow_the_order_without_end_or_for_some_epochs():
+    tasks = [Task(str(i), "?", (), "any") for i in range(5)]
+    endless = list(islice(batches(tasks, 4, seed=3), 3))
+    assert endless == [batch_at(tasks, 3, cursor, 4)[0] for cursor in (0, 4, 8)]
+    two = list(batches(tasks, 4, seed=3, epochs=2))
+    assert [len(batch) for batch in two] == [4, 4, 2]
+    assert set(Counter(task.id for batch in two for task in batch).values()) == {2}
+    for wrong, words in (([], "holds no task"), ("gone.jsonl", "is no file")):
+        with pytest.raises(BadInput, match=words):
+            batches(wrong, 4)
+    with pytest.raises(BadInput, match="epochs is 0"):
+        batches(tasks, 4, epochs=0)
 
 
 @given(st.sets(st.text(max_size=8).filter(lambda text: text.isascii()), max_size=60), st.randoms())
