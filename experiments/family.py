@@ -32,9 +32,12 @@ app.read_flags(__name__)
 import jax
 import numpy as np
 
-import flowgrpo as fg
+from flowgrpo.batching.collate import collate
+from flowgrpo.batching.layouts import place, rows_by_trajectory, unpack
+from flowgrpo.contracts import Algorithm, Scores
 from flowgrpo.recipes.registry import ALGORITHMS
 from flowgrpo.report.tables import show_lines
+from flowgrpo.types import BadInput, Trajectories, Trajectory, Turn
 
 
 def _read_numbers(name: str, values: list[str], kind) -> list:
@@ -42,39 +45,39 @@ def _read_numbers(name: str, values: list[str], kind) -> list:
     try:
         return [kind(value) for value in values]
     except ValueError:
-        raise fg.BadInput(f"--{name}={','.join(values)} must be a comma-separated list of {kind.__name__}s") from None
+        raise BadInput(f"--{name}={','.join(values)} must be a comma-separated list of {kind.__name__}s") from None
 
 
-def make_group(rewards: list[float], turns: list[int], tokens: int) -> fg.Trajectories:
+def make_group(rewards: list[float], turns: list[int], tokens: int) -> Trajectories:
     """One group: turns of one context token and `tokens` chosen ones, scored by a critic that knows nothing.
 
     The state before a turn counts as equal (GiGPO's anchor) where the turn's number is.
     """
     if len(rewards) != len(turns):
         counts = f"--rewards has {len(rewards)} entries and --turns {len(turns)}"
-        raise fg.BadInput(f"{counts}: give one of each a trajectory")
+        raise BadInput(f"{counts}: give one of each a trajectory")
     if min(turns) < 1:
-        raise fg.BadInput(f"--turns={','.join(map(str, turns))}: every trajectory needs at least one turn")
+        raise BadInput(f"--turns={','.join(map(str, turns))}: every trajectory needs at least one turn")
     slots, best = np.arange(tokens + 1), max(rewards)
     logp = np.full(tokens + 1, -1.0, np.float32)
-    steps = [fg.Turn(slots, slots > 0, logp, anchor=t) for t in range(max(turns))]
-    records = [fg.Trajectory(steps[:t], r, 0, correct=r == best) for r, t in zip(rewards, turns, strict=True)]
-    trajectories = fg.collate(records)
+    steps = [Turn(slots, slots > 0, logp, anchor=t) for t in range(max(turns))]
+    records = [Trajectory(steps[:t], r, 0, correct=r == best) for r, t in zip(rewards, turns, strict=True)]
+    trajectories = collate(records)
     same, nothing = trajectories.logp_sampled, np.zeros(trajectories.tokens.shape, np.float32)
     return trajectories.replace(logp_ref=same, value=nothing, last_value=np.zeros(len(rewards), np.float32))
 
 
-def credit_of(algorithm: fg.Algorithm, trajectories: fg.Trajectories) -> list[dict]:
+def credit_of(algorithm: Algorithm, trajectories: Trajectories) -> list[dict]:
     """Compute what the algorithm gives each trajectory: advantage of its first and last turn, share, push."""
     adv, weights = algorithm.advantages(trajectories), algorithm.weights(trajectories)
-    batch = fg.batching.rows_by_trajectory(trajectories, adv, weights)
+    batch = rows_by_trajectory(trajectories, adv, weights)
     if algorithm.targets is not None:
-        batch = batch.replace(target=fg.batching.place(algorithm.targets(trajectories), batch))
+        batch = batch.replace(target=place(algorithm.targets(trajectories), batch))
     nothing_rs = np.zeros(batch.tokens.shape, np.float32)
-    scores = fg.Scores(batch.logp_sampled, nothing_rs, nothing_rs)
+    scores = Scores(batch.logp_sampled, nothing_rs, nothing_rs)
     slope_rs = jax.grad(lambda logp_rs: algorithm.loss(scores._replace(logp=logp_rs), batch)[0])(scores.logp)
     adv_ntl = np.broadcast_to(np.reshape(adv, (*np.shape(adv), 1)[:3]), trajectories.tokens.shape)
-    push_ntl = -np.asarray(fg.unpack(slope_rs, batch, trajectories.tokens.shape))
+    push_ntl = -np.asarray(unpack(slope_rs, batch, trajectories.tokens.shape))
     last_n = trajectories.turns.sum(axis=1) - 1
     return [
         {
@@ -89,10 +92,10 @@ def credit_of(algorithm: fg.Algorithm, trajectories: fg.Trajectories) -> list[di
     ]
 
 
-def build(name: str, tokens: int, turns: list[int]) -> fg.Algorithm:
+def build(name: str, tokens: int, turns: list[int]) -> Algorithm:
     """The algorithm by its name, with what it requires filled in from the group."""
     if name not in ALGORITHMS:
-        raise fg.BadInput(f"--algorithms: {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
+        raise BadInput(f"--algorithms: {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name](**({"max_tokens": tokens * max(turns)} if name == "dr_grpo" else {}))
 
 

@@ -49,7 +49,7 @@ _SKIP = flags.DEFINE_bool("skip_bad", False, "Report and skip bad lines instead 
 
 app.read_flags(__name__)
 
-import flowgrpo as fg
+from flowgrpo import __version__
 from flowgrpo.contracts import Reward, RewardResult
 from flowgrpo.data.task_files import FileRecord, parse_fields, read_json_lines, read_tasks
 from flowgrpo.data.tasks import Tasks
@@ -58,7 +58,7 @@ from flowgrpo.recipes import registry
 from flowgrpo.report.metrics import read_metrics
 from flowgrpo.report.progress import Progress
 from flowgrpo.sandbox import Sandbox
-from flowgrpo.types import Task
+from flowgrpo.types import BadInput, Task
 
 CHUNK = 8  # answers that a worker takes at once
 SHOWN = 3  # of each kind of fault, and of the reasons
@@ -75,15 +75,15 @@ class Answers(NamedTuple):
 def read_answers(path: Path, *, skip_bad: bool) -> Answers:
     """The outputs of a JSONL file, by id."""
     if not is_file(path):
-        raise fg.BadInput(f"--answers={path} is no file; give a .jsonl file of {{id, output}}")
+        raise BadInput(f"--answers={path} is no file; give a .jsonl file of {{id, output}}")
     answers = Answers({}, [])
     for record in read_json_lines(path, "an answer is {id, output}"):
         try:
             identity, output = _answer(record)
             if identity in answers.outputs:
-                raise fg.BadInput(f"{record.place}: the id {identity!r} is there twice; keep one answer")
+                raise BadInput(f"{record.place}: the id {identity!r} is there twice; keep one answer")
             answers.outputs[identity] = output
-        except fg.BadInput as error:
+        except BadInput as error:
             if not skip_bad:
                 raise
             answers.left_out.append(str(error))
@@ -94,12 +94,12 @@ def _answer(record: FileRecord) -> tuple[str, str]:
     """The id and the output of a line."""
     place, content, _ = record
     if isinstance(content, str):
-        raise fg.BadInput(f"{place}: {content}")
+        raise BadInput(f"{place}: {content}")
     identity, output = content.get("id"), content.get("output")
     if isinstance(identity, bool) or not isinstance(identity, str | int):
-        raise fg.BadInput(f"{place}: field 'id' must be the id of a task, as a text or an integer")
+        raise BadInput(f"{place}: field 'id' must be the id of a task, as a text or an integer")
     if not isinstance(output, str):
-        raise fg.BadInput(f"{place}: field 'output' must be a text: what the system answered")
+        raise BadInput(f"{place}: field 'output' must be a text: what the system answered")
     return str(identity), output
 
 
@@ -109,7 +109,7 @@ def read_scores(path: Path) -> dict[str, dict[str, Any]]:
     for number, record in enumerate(read_metrics(path) if path.exists() else (), 1):
         value = record.get("value")
         if not isinstance(record.get("id"), str) or "value" not in record or isinstance(value, str | list | dict):
-            raise fg.BadInput(f"{path}, line {number}: isn't a score {{id, value, …}}; give another --out")
+            raise BadInput(f"{path}, line {number}: isn't a score {{id, value, …}}; give another --out")
         lines[record["id"]] = record
     return lines
 
@@ -119,7 +119,7 @@ def kept_scores(path: Path, made_of: Mapping[str, str]) -> dict[str, dict[str, A
     kept = {identity: line for identity, line in read_scores(path).items() if line["value"] is not None}
     others = [identity for identity, line in kept.items() if line.get("made_of") != made_of.get(identity, "nothing")]
     if others:
-        raise fg.BadInput(
+        raise BadInput(
             f"{path} holds {len(others)} scores of other tasks, answers or settings, the first for {others[0]!r}: give "
             "another --out, or remove the file to score all again"
         )
@@ -231,7 +231,7 @@ def _make_reward(names: Set[str], modules: Iterable[str], sandbox: Sandbox) -> R
     for module in modules:
         sandbox.call(f"{module}:is_warm", seconds=60.0)  # what can't be loaded ends the command here
     if "code" in names and not (_UNSAFE.value or sandbox.isolation.active):
-        raise fg.BadInput(f"code can't be judged here: {sandbox.isolation}; --unsafe_sandbox runs it all the same")
+        raise BadInput(f"code can't be judged here: {sandbox.isolation}; --unsafe_sandbox runs it all the same")
     return registry.route_by_domain(means, default=_DOMAIN.value)
 
 
@@ -240,7 +240,7 @@ def _settings_of() -> dict[str, Any]:
     judge = Path(_JUDGE.value or "")
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in judge.glob("*"))
     return {
-        "flowgrpo": fg.__version__,
+        "flowgrpo": __version__,
         "domain": _DOMAIN.value,
         "judge": [_JUDGE.value, files] if _JUDGE.value else None,
         "seconds": _SECONDS.value,
@@ -251,11 +251,11 @@ def _settings_of() -> dict[str, Any]:
 def _check_flags(out: Path) -> None:
     """Raise for flags that can't be honoured, before anything is read or written."""
     if _DOMAIN.value is not None and _DOMAIN.value not in registry.DOMAINS:
-        raise fg.BadInput(f"--domain={_DOMAIN.value} is unknown; choose from {', '.join(registry.DOMAINS)}")
+        raise BadInput(f"--domain={_DOMAIN.value} is unknown; choose from {', '.join(registry.DOMAINS)}")
     if not out.parent.is_dir():
-        raise fg.BadInput(f"--out={out}: there is no folder {out.parent}; make it")
+        raise BadInput(f"--out={out}: there is no folder {out.parent}; make it")
     if out.exists() and not out.is_file():
-        raise fg.BadInput(f"--out={out} is no file; name one")
+        raise BadInput(f"--out={out} is no file; name one")
 
 
 def main() -> None:

@@ -19,8 +19,8 @@ app.read_flags(__name__)
 import jax
 import jax.numpy as jnp
 
-import flowgrpo as fg
 from flowgrpo.contracts import Params
+from flowgrpo.envs.arithmetic import arithmetic
 from flowgrpo.models import families
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
@@ -86,9 +86,7 @@ def shape_called(name: str) -> DecoderConfig:
     """The shape of one of `LEARNERS`."""
     source = LEARNERS[name]
     if source is None:
-        return pure.small_decoder_config(
-            fg.arithmetic(), pure.preset("arithmetic", model_dim=108, layers=3, head_dim=16)
-        )
+        return pure.small_decoder_config(arithmetic(), pure.preset("arithmetic", model_dim=108, layers=3, head_dim=16))
     return families.decoder_config(families.text_model_config(source))
 
 

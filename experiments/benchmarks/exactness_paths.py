@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-import flowgrpo as fg
 from flowgrpo import launch
+from flowgrpo.batching.collate import collate
 from flowgrpo.batching.prefix_tree import pack_tree
 from flowgrpo.contracts import Completion, Request
 from flowgrpo.gateway.serving import ModelServer, ServerSettings
@@ -31,6 +31,7 @@ from flowgrpo.generate.sampler import MAX_TOP_K, logprobs
 from flowgrpo.learner.update import make_score
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.report.tables import significant
+from flowgrpo.types import Trajectory, Turn
 
 from . import float64
 
@@ -139,9 +140,9 @@ def _score_trees(model: Model, contexts: Sequence[tuple[int, ...]], room: int) -
     group = []
     for tokens in contexts:
         chosen_s = np.arange(len(tokens)) > 0
-        turn = fg.Turn(np.array(tokens, np.int32), chosen_s, np.zeros(len(tokens), np.float32))
-        group.append(fg.Trajectory([turn], outcome=1.0, group=0))
-    trajectories = fg.collate(group)
+        turn = Turn(np.array(tokens, np.int32), chosen_s, np.zeros(len(tokens), np.float32))
+        group.append(Trajectory([turn], outcome=1.0, group=0))
+    trajectories = collate(group)
     one_nt = np.ones(trajectories.turns.shape, np.float32)
     weight_ntl = np.asarray(trajectories.chosen, np.float32)
     batch = pack_tree(trajectories, one_nt, weight_ntl, row_length=2 * room, entries=SAMPLES * room)

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import flowgrpo as fg
 from flowgrpo import launch
+from flowgrpo.algorithms.policy_gradient import flow_grpo
 from flowgrpo.batching.layouts import full_batch
 from flowgrpo.envs.env import PAD
 from flowgrpo.learner.state import adamw, init_learner
@@ -82,7 +82,7 @@ def _program(name: str, safeguard: str | None) -> Callable[[], Any]:
         function, arguments = (lambda params, inputs: map_rows(generate, mesh, params, inputs)), (params, inputs)
     else:
         optimizer = adamw(1e-4)
-        function = make_update(policy, fg.flow_grpo(beta=0.0), optimizer, UpdateSettings(banned=(PAD,), micro_rows=4))
+        function = make_update(policy, flow_grpo(beta=0.0), optimizer, UpdateSettings(banned=(PAD,), micro_rows=4))
         state = replicate(init_learner(params, optimizer), mesh)
         arguments = (state, replicate(full_batch(config.v, rows, tokens), mesh))
     with _without(safeguard) as options:

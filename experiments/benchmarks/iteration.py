@@ -49,9 +49,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-import flowgrpo as fg
 from flowgrpo.batching.layouts import resolve_lengths
-from flowgrpo.contracts import Params, Policy
+from flowgrpo.contracts import Env, Params, Policy
+from flowgrpo.envs.arithmetic import arithmetic
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import decode, feed, make_sampling, start_rows
 from flowgrpo.parallel.row_sharding import replicate
@@ -62,14 +62,14 @@ from flowgrpo.rollout.compiled import make_rollout, repeat
 from flowgrpo.rollout.exams import draw_tasks
 from flowgrpo.training import loop
 from flowgrpo.training.warm_start import warm_start
-from flowgrpo.types import Trajectories
+from flowgrpo.types import Batch, Trajectories
 
 from . import measuring
 
 HEAD = 16  # dimensions of the prototype's heads
 
 
-def _prototype(*, env: fg.Env | None = None, **chosen: Any) -> pure.Setup:
+def _prototype(*, env: Env | None = None, **chosen: Any) -> pure.Setup:
     """Preset of `arithmetic` with the sizes of the flags, and changed settings."""
     sizes: dict[str, Any] = {"queries": _QUERIES.value, "samples": _SAMPLES.value, "warm_steps": _WARM_STEPS.value}
     sizes |= {"head_dim": HEAD, "model_dim": _WIDTH.value, "layers": _LAYERS.value}
@@ -112,7 +112,7 @@ def _make_stages(setup: pure.Setup) -> Callable[[loop.TrainState, float], dict[s
     }
     packing = setup.iteration.packer(**sizes)
 
-    def lay_out(trajectories: Trajectories) -> fg.Batch:  # as `loop.split_step` does it
+    def lay_out(trajectories: Trajectories) -> Batch:  # as `loop.split_step` does it
         adv, weights, _ = jax.device_get(compute_advantages(trajectories))
         return packing(jax.device_get(trajectories), adv, weights, skip_no_signal=setup.algorithm.skips_zero_advantage)
 
@@ -146,7 +146,7 @@ def _measure_scaling() -> list[dict]:
     """Tokens per second in three programs, with one size different from the prototype's."""
     setups = [_prototype(samples=count) for count in measuring.whole_numbers(_GROUPS)]
     setups += [_prototype(model_dim=width) for width in measuring.whole_numbers(_WIDTHS)]
-    setups += [_prototype(env=fg.arithmetic(turns=turns)) for turns in measuring.whole_numbers(_TURNS)]
+    setups += [_prototype(env=arithmetic(turns=turns)) for turns in measuring.whole_numbers(_TURNS)]
     rows = []
     for setup in setups:
         median = _play(setup, _imitate(setup.config.model_dim), lambda *_: {})
@@ -236,7 +236,7 @@ def main() -> None:
     for flag in (_GROUPS, _WIDTHS):
         measuring.whole_numbers(flag)
     for turns in measuring.whole_numbers(_TURNS):
-        fg.arithmetic(turns=turns)  # raises for a limit that is too low
+        arithmetic(turns=turns)  # raises for a limit that is too low
     result: dict[str, list[dict]] = {}
     for part in with_progress("part", [part for part in PARTS if part in _PARTS.value]):
         result[part] = _measure(part)

@@ -42,7 +42,9 @@ import jax
 import numpy as np
 import optax
 
-import flowgrpo as fg
+from flowgrpo.algorithms.policy_gradient import flow_grpo
+from flowgrpo.batching.collate import collate
+from flowgrpo.batching.packing import pack
 from flowgrpo.learner.diagnostics import DiagnosticsSettings
 from flowgrpo.learner.state import LearnerState, adamw, init_learner
 from flowgrpo.learner.update import UpdateSettings, make_score, make_update
@@ -52,13 +54,14 @@ from flowgrpo.parallel import sharding
 from flowgrpo.parallel.row_sharding import place_on_devices, replicate
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines, significant, timed
+from flowgrpo.types import Batch, Trajectory, Turn
 
 from .measuring import print_result
 
 SIZES: dict[str, Any] = {"v": 128, "d": 64, "h": 4, "k": 2, "e": 16, "f": 128, "init_scale": 0.1}
 CONFIG = DecoderConfig(**SIZES, windows=(None, 12), ropes=(Rope(),) * 2, qkv_bias=True, qk_norm=True)
 POLICY, AXES = make_policy(CONFIG), sharding.decoder_axes(CONFIG)
-ALGORITHM, OPTIMIZER = fg.flow_grpo(beta=0.05), adamw(1e-3)
+ALGORITHM, OPTIMIZER = flow_grpo(beta=0.05), adamw(1e-3)
 ROWS, MICRO_ROWS = 32, 4
 # Batches hold what no policy sampled: no warning about the sampler.
 SETTINGS = UpdateSettings(micro_rows=MICRO_ROWS, diagnostics=DiagnosticsSettings(warns=False))
@@ -71,42 +74,42 @@ def start_state() -> LearnerState:
     return init_learner(POLICY.init(jax.random.key(0)), OPTIMIZER)
 
 
-def fixed_batches(params, count: int) -> list[fg.Batch]:
+def fixed_batches(params, count: int) -> list[Batch]:
     """Packed trajectories of random tokens, with log-probabilities near those of the parameters; on the host."""
     score, rng = jax.jit(make_score(POLICY)), np.random.default_rng(0)
     return [_with_logp(_packed(rng), score, params, rng) for _ in range(count)]
 
 
-def _packed(rng: np.random.Generator) -> fg.Batch:
+def _packed(rng: np.random.Generator) -> Batch:
     records = [
-        fg.Trajectory([_turn(rng) for _ in range(rng.integers(1, 4))], float(rng.integers(2)), index // 4)
+        Trajectory([_turn(rng) for _ in range(rng.integers(1, 4))], float(rng.integers(2)), index // 4)
         for index in range(96)
     ]
-    trajectories = fg.collate(records)
+    trajectories = collate(records)
     adv, weights = (np.asarray(part(trajectories)) for part in (ALGORITHM.advantages, ALGORITHM.weights))
-    return fg.pack(trajectories, adv, weights, row_length=64, rows=ROWS)
+    return pack(trajectories, adv, weights, row_length=64, rows=ROWS)
 
 
-def _turn(rng: np.random.Generator) -> fg.Turn:
+def _turn(rng: np.random.Generator) -> Turn:
     size = int(rng.integers(4, 16))
     chosen = np.arange(size) >= rng.integers(1, size - 1)
-    return fg.Turn(rng.integers(1, CONFIG.v, size).astype(np.int32), chosen, np.zeros(size, np.float32))
+    return Turn(rng.integers(1, CONFIG.v, size).astype(np.int32), chosen, np.zeros(size, np.float32))
 
 
-def _with_logp(batch: fg.Batch, score, params, rng: np.random.Generator) -> fg.Batch:
+def _with_logp(batch: Batch, score, params, rng: np.random.Generator) -> Batch:
     logp_rs = np.asarray(score(params, batch).logp)
     near, reference = (logp_rs + rng.normal(0, 0.15, logp_rs.shape).astype(np.float32) for _ in range(2))
     return batch.replace(logp_sampled=near, logp_ref=reference)
 
 
-def on_one(batches: Sequence[fg.Batch], *, micro_rows: int = MICRO_ROWS) -> Result:
+def on_one(batches: Sequence[Batch], *, micro_rows: int = MICRO_ROWS) -> Result:
     """Updates on one device of this process."""
     update = jax.jit(make_update(POLICY, ALGORITHM, OPTIMIZER, replace(SETTINGS, micro_rows=micro_rows)))
     state, seconds = _run(update, start_state(), batches)
     return jax.device_get(state.params), seconds, _held(state)
 
 
-def _by_pmap(batches: Sequence[fg.Batch]) -> Result:
+def _by_pmap(batches: Sequence[Batch]) -> Result:
     """Updates by `jax.pmap` over all devices."""
     make = partial(make_update, algorithm=ALGORITHM, optimizer=OPTIMIZER, settings=SETTINGS)
     update = sharding.pmap_update(make, POLICY)
@@ -114,7 +117,7 @@ def _by_pmap(batches: Sequence[fg.Batch]) -> Result:
     return jax.tree.map(lambda x: np.asarray(x[0]), states.params), seconds, _held(states)
 
 
-def on_mesh(batches: Sequence[fg.Batch], sizes: str) -> Result:
+def on_mesh(batches: Sequence[Batch], sizes: str) -> Result:
     """Updates by `jax.jit` over a mesh of all devices of all processes."""
     mesh = sharding.make_mesh(sharding.parse_mesh(sizes))
     policy, state = sharding.shard_policy(POLICY, mesh, AXES), start_state()
@@ -124,14 +127,14 @@ def on_mesh(batches: Sequence[fg.Batch], sizes: str) -> Result:
     return jax.tree.map(np.asarray, replicate(state.params, mesh)), seconds, _held(state)
 
 
-def _run_as(way: str, batches: Sequence[fg.Batch]) -> Result:
+def _run_as(way: str, batches: Sequence[Batch]) -> Result:
     """Updates by one of `WAYS` or another mesh."""
     if way == "whole":
         return on_one(batches, micro_rows=ROWS)
     return _by_pmap(batches) if way == "pmap" else on_mesh(batches, way)
 
 
-def _run(update: Callable, state, batches: Sequence[fg.Batch]) -> tuple[Any, float]:
+def _run(update: Callable, state, batches: Sequence[Batch]) -> tuple[Any, float]:
     """Final state, and seconds of the fastest update."""
     times = []
     for batch in batches:

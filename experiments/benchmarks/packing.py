@@ -24,27 +24,27 @@ app.read_flags(__name__)
 
 import numpy as np
 
-import flowgrpo as fg
+from flowgrpo.batching.packing import fill_rate, pack
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines, timed
+from flowgrpo.types import Batch, Trajectory, Turn
 
 from .measuring import print_result, whole_numbers
 
 
-def lognormal_records(count: int, mean: int, sigma: float, seed: int = 0) -> list[fg.Trajectory]:
+def lognormal_records(count: int, mean: int, sigma: float, seed: int = 0) -> list[Trajectory]:
     """Records of 3 turns whose lengths are lognormal, clipped to a row of 4 x the mean."""
     rng = np.random.default_rng(seed)
     length_n = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count).clip(3, 4 * mean).astype(int)
     record_turns = [np.diff(np.linspace(0, length, 4).astype(int)) for length in length_n]
     return [
-        fg.Trajectory([_make_turn(size) for size in sizes], float(i % 2), i // 8)
-        for i, sizes in enumerate(record_turns)
+        Trajectory([_make_turn(size) for size in sizes], float(i % 2), i // 8) for i, sizes in enumerate(record_turns)
     ]
 
 
-def _make_turn(size: int) -> fg.Turn:
+def _make_turn(size: int) -> Turn:
     """A turn whose first half is context."""
-    return fg.Turn(np.arange(size, dtype=np.int32), np.arange(size) >= size // 2, np.zeros(size, np.float32))
+    return Turn(np.arange(size, dtype=np.int32), np.arange(size) >= size // 2, np.zeros(size, np.float32))
 
 
 def _measure(count: int) -> dict:
@@ -52,12 +52,12 @@ def _measure(count: int) -> dict:
     records = lognormal_records(count, _MEAN.value, _SIGMA.value)
     ones_nt = np.ones((count, 3), np.float32)
 
-    def pack() -> fg.Batch:
-        return fg.pack(records, ones_nt, ones_nt, row_length=4 * _MEAN.value, ranks=_RANKS.value)
+    def lay_out() -> Batch:
+        return pack(records, ones_nt, ones_nt, row_length=4 * _MEAN.value, ranks=_RANKS.value)
 
-    runs = [timed(pack) for _ in range(_REPEATS.value)]
+    runs = [timed(lay_out) for _ in range(_REPEATS.value)]
     batch, seconds = runs[-1][1], statistics.median(duration for duration, _ in runs)
-    tokens, fill = int((batch.segments > 0).sum()), fg.batching.fill_rate(batch)
+    tokens, fill = int((batch.segments > 0).sum()), fill_rate(batch)
     return {"trajectories": count, "tokens": tokens, "seconds": round(seconds, 4), "fill": round(fill, 4)}
 
 

@@ -45,14 +45,16 @@ app.read_flags(__name__)
 import jax
 import numpy as np
 
-import flowgrpo as fg
+from flowgrpo.algorithms.policy_gradient import grpo
+from flowgrpo.batching.collate import collate
 from flowgrpo.batching.prefix_tree import count_tokens, make_packer
 from flowgrpo.learner.imitation import make_supervised
 from flowgrpo.learner.state import adamw, init_learner
-from flowgrpo.learner.update import make_score, make_update, score_batch
+from flowgrpo.learner.update import UpdateSettings, make_score, make_update, score_batch
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import show_lines, significant
+from flowgrpo.types import Batch, Trajectory, Turn
 
 from . import measuring
 
@@ -60,7 +62,7 @@ WORDS = 1000  # below the vocabulary of any model
 RATE = 1e-6
 
 
-def make_records(case: str, *, groups: int, samples: int, prompt: int, own: int) -> list[fg.Trajectory]:
+def make_records(case: str, *, groups: int, samples: int, prompt: int, own: int) -> list[Trajectory]:
     """Trajectories of a case."""
     rng = np.random.default_rng(0)
     words = partial(rng.integers, 0, WORDS, dtype=np.int32)
@@ -85,19 +87,19 @@ def make_records(case: str, *, groups: int, samples: int, prompt: int, own: int)
                 branch = np.concatenate([prompt_tokens, actions[0], words(result)])
                 question = np.concatenate([instructions, words(prompt - shared_length)])
                 turns += [_make_turn(context, words(own), starts_context=True) for context in (branch, question)]
-            records.append(fg.Trajectory(turns, float(sample % 2), group, extends_context=extends_context))
+            records.append(Trajectory(turns, float(sample % 2), group, extends_context=extends_context))
     return records
 
 
-def _make_turn(context: np.ndarray, action: np.ndarray, **settings: bool) -> fg.Turn:
+def _make_turn(context: np.ndarray, action: np.ndarray, **settings: bool) -> Turn:
     tokens = np.concatenate([context, action])
     chosen = np.arange(len(tokens)) >= len(context)
-    return fg.Turn(tokens, chosen, np.where(chosen, -np.log(WORDS), 0.0).astype(np.float32), **settings)
+    return Turn(tokens, chosen, np.where(chosen, -np.log(WORDS), 0.0).astype(np.float32), **settings)
 
 
-def _lay_out(records: list[fg.Trajectory], shares: bool) -> fg.Batch:
+def _lay_out(records: list[Trajectory], shares: bool) -> Batch:
     """Rows of a GRPO update as in a run, without empty rows."""
-    trajectories, algorithm = fg.collate(records), fg.grpo(beta=0.0)
+    trajectories, algorithm = collate(records), grpo(beta=0.0)
     adv, weights = (np.asarray(per_turn(trajectories)) for per_turn in (algorithm.advantages, algorithm.weights))
     contexts = _context_lengths(records)
     turns = -(-len(contexts) // len(records))
@@ -112,7 +114,7 @@ def _lay_out(records: list[fg.Trajectory], shares: bool) -> fg.Batch:
     return jax.tree.map(lambda x: x[used_r], batch)
 
 
-def _context_lengths(records: list[fg.Trajectory]) -> list[int]:
+def _context_lengths(records: list[Trajectory]) -> list[int]:
     lengths: list[int] = []
     for record in records:
         for t, turn in enumerate(record.turns):
@@ -122,7 +124,7 @@ def _context_lengths(records: list[fg.Trajectory]) -> list[int]:
     return lengths
 
 
-def _works(model: Model, part: str, batches: dict[str, fg.Batch]) -> dict[str, Callable[[], Any]]:
+def _works(model: Model, part: str, batches: dict[str, Batch]) -> dict[str, Callable[[], Any]]:
     """One part of learning on each batch, without changing the parameters."""
     rows = {"plain": _MICRO.value, "tree": 1}
     if part == "score":
@@ -134,8 +136,8 @@ def _works(model: Model, part: str, batches: dict[str, fg.Batch]) -> dict[str, C
     def make(micro_rows: int) -> Callable:
         if part != "update":
             return make_supervised(model.policy, optimizer, micro_rows=micro_rows)
-        settings = fg.UpdateSettings(micro_rows=micro_rows, diagnostics=None)
-        return make_update(model.policy, fg.grpo(beta=0.0), optimizer, settings)
+        settings = UpdateSettings(micro_rows=micro_rows, diagnostics=None)
+        return make_update(model.policy, grpo(beta=0.0), optimizer, settings)
 
     steps = {name: jax.jit(make(rows[name])) for name in rows}
     return {name: partial(steps[name], state, batch) for name, batch in batches.items()}

@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import flowgrpo as fg
+from flowgrpo.contracts import Reward, RewardResult
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import seconds, show_lines, timed
 from flowgrpo.rewards.answers.match import answer
@@ -52,13 +52,14 @@ from flowgrpo.rewards.answers.symbolic import PRELOAD, mathematics
 from flowgrpo.rewards.code.reward import code
 from flowgrpo.rewards.vision.drawing import drawing_reward, gold_commands, make_drawings
 from flowgrpo.sandbox import Limits, Sandbox
+from flowgrpo.types import BadInput, Task
 
 from .measuring import check_known, print_result, whole_numbers
 
 SUM = "def total(numbers):\n    return sum(numbers)\n"
 NEVER = "def total(numbers):\n    while True:\n        pass\n"
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass"
-Check = tuple[fg.Task, str]
+Check = tuple[Task, str]
 
 
 @contextmanager
@@ -66,7 +67,7 @@ def on_cores(count: int) -> Iterator[None]:
     """Restrict this process and its children to `count` cores."""
     available = os.sched_getaffinity(0)
     if count > len(available):
-        raise fg.BadInput(f"--cores has {count}, but this process may use {len(available)}")
+        raise BadInput(f"--cores has {count}, but this process may use {len(available)}")
     os.sched_setaffinity(0, sorted(available)[:count])
     try:
         yield
@@ -136,9 +137,7 @@ def hanging_rows(cores: int) -> list[dict]:
     return rows
 
 
-def _scores(
-    reward: fg.Reward, checks: list[Check], workers: int
-) -> tuple[tuple[float, np.ndarray], list[float | None]]:
+def _scores(reward: Reward, checks: list[Check], workers: int) -> tuple[tuple[float, np.ndarray], list[float | None]]:
     """Score checks in `workers` threads -> the result of `_latencies`, the values."""
     values: list[float | None] = [None] * len(checks)
 
@@ -180,8 +179,8 @@ def overlap_rows(cores: int) -> list[dict]:
     return [{"cores": cores} | {name: round(value, 3) for name, value in figures.items()}]
 
 
-def task(index: int, gold: str, **metadata: object) -> fg.Task:
-    return fg.Task(str(index), "?", (gold,) if gold else (), "any", metadata)
+def task(index: int, gold: str, **metadata: object) -> Task:
+    return Task(str(index), "?", (gold,) if gold else (), "any", metadata)
 
 
 def number_checks(index: int) -> Check:
@@ -220,7 +219,7 @@ def drawing_checks(index: int) -> Check:
     return drawing, "" if index % 2 else gold_commands(drawing)
 
 
-def check_values(name: str, results: list[fg.RewardResult]) -> None:
+def check_values(name: str, results: list[RewardResult]) -> None:
     """Raise `AssertionError` unless right answers score 1 and wrong ones less."""
     if not all(result.value is not None and (result.value == 1.0) == (i % 2 == 0) for i, result in enumerate(results)):
         raise AssertionError(f"{name}: the first answers are right, wrong, right, wrong, but score {results}")

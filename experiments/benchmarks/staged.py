@@ -44,7 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import flowgrpo as fg
+from flowgrpo.algorithms.policy_gradient import flow_grpo
 from flowgrpo.contracts import HostEnv, HostObservation, HostStep, RewardResult
 from flowgrpo.generate.engine import Engine, EngineSettings
 from flowgrpo.learner.state import adamw
@@ -58,7 +58,7 @@ from flowgrpo.rollout.records import to_trajectories
 from flowgrpo.training import loop
 from flowgrpo.training.planner import OFFLOAD
 from flowgrpo.training.staged import StagedSettings, Step, hosted_rollout, make_staged_step
-from flowgrpo.types import Status
+from flowgrpo.types import Status, Task
 
 from .ceilings import open_model
 from .measuring import check_known, print_result
@@ -71,20 +71,20 @@ STAGES = ("rollout", "inference", "rewards", "advantages", "pack", "train", "ite
 def _make_env(vocabulary: int) -> HostEnv:
     """Environment whose state is a task and its turn; an even last token of an action ends the trajectory."""
 
-    def step(state: tuple[fg.Task, int], tokens, _do) -> tuple[tuple[fg.Task, int], HostStep]:
+    def step(state: tuple[Task, int], tokens, _do) -> tuple[tuple[Task, int], HostStep]:
         task, turn = state
         if turn + 1 < _TURNS.value and tokens[-1] % 2:
             return (task, turn + 1), HostStep(_say(task, turn + 1, vocabulary), False)
         return state, HostStep(None, True, output=" ".join(map(str, tokens)), status=Status.FINISHED)
 
-    def reset(_key, task: fg.Task, _do) -> tuple[tuple[fg.Task, int], HostObservation]:
+    def reset(_key, task: Task, _do) -> tuple[tuple[Task, int], HostObservation]:
         return (task, 0), _say(task, 0, vocabulary)
 
     sizes: dict[str, Any] = {"max_turns": _TURNS.value, "max_tokens": _TOKENS.value, "stop_ids": (STOP,)}
     return HostEnv(name="words", tools=(), reset=reset, step=step, **sizes)
 
 
-def _say(task: fg.Task, turn: int, vocabulary: int) -> HostObservation:
+def _say(task: Task, turn: int, vocabulary: int) -> HostObservation:
     seed = (zlib.crc32(task.id.encode()), turn)
     return HostObservation(np.random.default_rng(seed).integers(2, vocabulary, _PROMPT.value).tolist())
 
@@ -112,14 +112,14 @@ def _make_step(model: Model, engine: Engine, rewards: Rewards, offloader: HostOf
     def roll_out(run: loop.TrainState, **callbacks) -> RolloutResult:
         update = int(run.update)
         engine.update_weights(run.learner.params, int(run.learner.version))
-        tasks = [fg.Task(f"{update * queries + group}", "", ("1",), "words") for group in range(queries)]
+        tasks = [Task(f"{update * queries + group}", "", ("1",), "words") for group in range(queries)]
         keys = jax.random.split(jax.random.fold_in(run.key, update), queries * samples)
         repeated_tasks = [task for task in tasks for _ in range(samples)]
         return rollout(repeated_tasks, keys, np.repeat(np.arange(queries), samples).tolist(), **callbacks)
 
     return make_staged_step(
         model.policy,
-        fg.flow_grpo(beta=0.01),
+        flow_grpo(beta=0.01),
         OPTIMIZER,
         hosted_rollout(
             roll_out, lambda played: to_trajectories(played.trajectories, (), turns=_TURNS.value, length=turn_length)

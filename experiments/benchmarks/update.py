@@ -64,13 +64,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import flowgrpo as fg
+from flowgrpo.algorithms.policy_gradient import flow_grpo
 from flowgrpo.batching.layouts import full_batch
 from flowgrpo.contracts import Params, Policy
 from flowgrpo.envs.env import PAD
 from flowgrpo.generate.sampler import logprobs
 from flowgrpo.learner.state import adamw, init_learner
-from flowgrpo.learner.update import make_update
+from flowgrpo.learner.update import UpdateSettings, make_update
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.parallel.row_sharding import SHARDED_ROWS, data_mesh, replicate
@@ -113,10 +113,8 @@ def _make_work(config: DecoderConfig, batch: Batch, form: str = "plain") -> Time
         value_and_grad = jax.jit(jax.value_and_grad(_total), static_argnums=1)
         return TimedProgram(lambda: value_and_grad(params, policy, batch.tokens), 3 * forward)
     kl, optimizer = form == "kl", adamw(RATE)
-    settings = fg.UpdateSettings(banned=(PAD,), micro_rows=_MICRO.value)
-    update = jax.jit(
-        make_update(policy._replace(mesh=mesh), fg.flow_grpo(beta=0.04 if kl else 0.0), optimizer, settings)
-    )
+    settings = UpdateSettings(banned=(PAD,), micro_rows=_MICRO.value)
+    update = jax.jit(make_update(policy._replace(mesh=mesh), flow_grpo(beta=0.04 if kl else 0.0), optimizer, settings))
     state = replicate(init_learner(params, optimizer), mesh)
     return TimedProgram(lambda: update(state, batch, state.params if kl else None), (4 if kl else 3) * forward)
 
@@ -185,10 +183,10 @@ def hold_update(name: str, rows: int, length: int, micro_rows: int, remat: bool)
     """
     config = shape_called(name)
     job = Workload(rows=rows, length=length, micro_rows=micro_rows, prompt=1, remat=remat, dtype="float32")
-    case = make_case(config, job, fg.flow_grpo(beta=0.0), adamw(RATE))
+    case = make_case(config, job, flow_grpo(beta=0.0), adamw(RATE))
     program = dry_update(case)
     update = make_update(
-        case.policy, case.algorithm, case.optimizer, fg.UpdateSettings(micro_rows=job.micro_rows, chunk=job.chunk)
+        case.policy, case.algorithm, case.optimizer, UpdateSettings(micro_rows=job.micro_rows, chunk=job.chunk)
     )
     update_program = jax.jit(update, donate_argnums=0).lower(abstract_state(case), abstract_batch(case)).compile()
     start = jax.jit(lambda key: init_learner(case.policy.init(key), case.optimizer)).lower(jax.random.key(0)).compile()

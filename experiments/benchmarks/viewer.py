@@ -31,9 +31,9 @@ app.read_flags(__name__)
 
 import numpy as np
 
-import flowgrpo as fg
 from flowgrpo.report.tables import show_lines, significant, timed
 from flowgrpo.report.trajectory_page import PageCall, PageTrajectory, PageTurn, write_viewer
+from flowgrpo.types import BadInput
 
 from .measuring import print_result
 
@@ -110,7 +110,7 @@ def _measure_browser(path: Path, repeats: int) -> dict[str, float]:
 def _find_program(name: str) -> str:
     path = shutil.which(name)
     if path is None:
-        raise fg.BadInput(f"{name} is not installed: apt-get install chromium chromium-driver")
+        raise BadInput(f"{name} is not installed: apt-get install chromium chromium-driver")
     return path
 
 

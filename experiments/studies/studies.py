@@ -12,14 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import flowgrpo as fg
 from flowgrpo.algorithms import aggregation as weights
-from flowgrpo.algorithms.advantage import row_group_advantage
+from flowgrpo.algorithms.advantage import group_center, group_zscore, leave_one_out, row_group_advantage
 from flowgrpo.algorithms.aggregation import Aggregation
-from flowgrpo.algorithms.compose import Advantage
+from flowgrpo.algorithms.compose import Advantage, compose
+from flowgrpo.algorithms.distillation import opd, sdpo
 from flowgrpo.algorithms.loss import clip_surrogate
+from flowgrpo.algorithms.options import Correction, Options
 from flowgrpo.algorithms.policy_gradient import outcome_advantage
+from flowgrpo.contracts import Algorithm
 from flowgrpo.models.quantised import KINDS
+from flowgrpo.types import BadInput
 
 from . import study_arms
 from .study_arms import Arm
@@ -59,7 +62,7 @@ def chosen_arms(study: Study, names: Sequence[str] | None) -> Study:
         return study
     unknown = [name for name in names if name not in study.arms]
     if unknown:
-        raise fg.BadInput(f"--arms: {unknown[0]!r} is no arm of this study; they are {', '.join(study.arms)}")
+        raise BadInput(f"--arms: {unknown[0]!r} is no arm of this study; they are {', '.join(study.arms)}")
     return study._replace(arms={name: arm for name, arm in study.arms.items() if name in (*names, study.baseline)})
 
 
@@ -69,22 +72,22 @@ def member(
     *,
     clip: tuple[float, float] = (CLIP_LOW, CLIP_HIGH),
     **options: Any,
-) -> fg.Algorithm:
+) -> Algorithm:
     """An algorithm of these parts, and otherwise those of Flow-GRPO; `options` are fields of `Options`."""
     low, high = clip
     surrogate = partial(clip_surrogate, clip_low=low, clip_high=high)
-    return fg.compose(
+    return compose(
         "studied",
         advantage=advantage,
         weights=weigh,
         surrogate=surrogate,
-        options=fg.Options(**options),
+        options=Options(**options),
         clip=clip,
     )
 
 
-OUTCOME = outcome_advantage(fg.group_zscore)
-CENTRED = outcome_advantage(fg.algorithms.group_center)
+OUTCOME = outcome_advantage(group_zscore)
+CENTRED = outcome_advantage(group_center)
 
 
 def _weighed(weigh: Aggregation) -> Arm:
@@ -145,8 +148,8 @@ def statistics() -> Study:
         {
             "trajectories": Arm(),
             "without deviation": Arm(algorithm=partial(member, CENTRED)),
-            "leave one out": Arm(algorithm=partial(member, outcome_advantage(fg.algorithms.leave_one_out))),
-            "rows": Arm(algorithm=partial(member, outcome_advantage(fg.group_zscore, over=row_group_advantage))),
+            "leave one out": Arm(algorithm=partial(member, outcome_advantage(leave_one_out))),
+            "rows": Arm(algorithm=partial(member, outcome_advantage(group_zscore, over=row_group_advantage))),
             "released": Arm(changes={"algorithm": "flow_grpo_released"}),
         },
     )
@@ -286,11 +289,11 @@ def stale() -> Study:
     still overlap. The arms without a clip and those with four gradient steps were added when all corrections had lost:
     where there is one step, a clip that is measured from the trainer's own scores cuts nothing.
     """
-    corrections: dict[str, fg.Correction | None] = {
+    corrections: dict[str, Correction | None] = {
         "": None,
-        ", capped": fg.Correction(2.0),
-        ", masked": fg.Correction(5.0, mask=True, low=0.5),
-        ", by action": fg.Correction(2.0, "sequence"),
+        ", capped": Correction(2.0),
+        ", masked": Correction(5.0, mask=True, low=0.5),
+        ", by action": Correction(2.0, "sequence"),
     }
 
     def late(lag: int, changes: Mapping[str, Any] = {}, **options: Any) -> Arm:
@@ -316,7 +319,7 @@ def quantised_sampler() -> Study:
     tokens came from another distribution. Expected: with int8 all arms end alike, as its logits are within 3 % of their
     spread; with nf4, within 30 %, going without costs success, and the correction wins it back.
     """
-    corrected = fg.Correction(cap=2.0)
+    corrected = Correction(cap=2.0)
     arms: dict[str, Arm] = {"full precision": Arm(algorithm=partial(member, OUTCOME))}
     for kind in KINDS:
         sampler = partial(study_arms.quantised_rollouts, kind=kind)
@@ -325,7 +328,7 @@ def quantised_sampler() -> Study:
     return Study("What does a quantised sampler cost?", "full precision", arms, changes=SMALL | SINGLE, worlds=EASY)
 
 
-def _rescored() -> fg.Algorithm:
+def _rescored() -> Algorithm:
     """Flow-GRPO, with the trainer's scores in place of the sampler's log-probabilities."""
     algorithm = member(OUTCOME)
     return algorithm._replace(needs=algorithm.needs | {"logp_old"})
@@ -369,7 +372,7 @@ def hindsight() -> Study:
         return Arm(env={"hints": 0.0}, eval_env={"hints": 0.0}, **how)
 
     def taught(outcome: float, **how: Any) -> Arm:
-        return arm(algorithm=partial(fg.algorithms.sdpo, outcome=outcome, **how))
+        return arm(algorithm=partial(sdpo, outcome=outcome, **how))
 
     return Study(
         "What does a planner learn from itself in hindsight?",
@@ -387,7 +390,7 @@ def hindsight() -> Study:
 
 
 def _distilled(outcome: float, *, dead_only: bool = False, **teacher: Any) -> Arm:
-    algorithm = partial(fg.algorithms.opd, outcome=outcome, dead_only=dead_only)
+    algorithm = partial(opd, outcome=outcome, dead_only=dead_only)
     return Arm(algorithm=algorithm, program=partial(study_arms.distil_teacher, **teacher))
 
 

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-import flowgrpo as fg
 from flowgrpo import masked
 from flowgrpo.algorithms.advantage import (
     anchor_advantage,
@@ -25,7 +24,8 @@ from flowgrpo.algorithms.advantage import (
     turn_index,
 )
 from flowgrpo.algorithms.options import Options
-from flowgrpo.contracts import Metrics
+from flowgrpo.algorithms.policy_gradient import flow_grpo
+from flowgrpo.contracts import Algorithm, Metrics
 from flowgrpo.learner.critic import with_critic
 from flowgrpo.learner.diagnostics import task_information
 from flowgrpo.models.decoder import matrices
@@ -66,7 +66,7 @@ class Arm:
     """
 
     changes: Mapping[str, Any] = field(default_factory=dict)
-    algorithm: Callable[[], fg.Algorithm] | None = None
+    algorithm: Callable[[], Algorithm] | None = None
     env: Mapping[str, Any] = field(default_factory=dict)
     eval_env: Mapping[str, Any] = field(default_factory=dict)
     program: Callable[[pure.Setup], ArmProgram] | None = None
@@ -207,7 +207,7 @@ def scheduled_bonus(setup: pure.Setup, *, bonus: float, first: int = 0, last: in
 
     def step(state: loop.TrainState) -> tuple[loop.TrainState, Metrics]:
         is_on = (state.update >= first) & (state.update <= last)
-        algorithm = fg.flow_grpo(beta=0.0, clip_high=setup.config.clip_high, entropy_bonus=jnp.where(is_on, bonus, 0.0))
+        algorithm = flow_grpo(beta=0.0, clip_high=setup.config.clip_high, entropy_bonus=jnp.where(is_on, bonus, 0.0))
         iteration = loop.make_iteration(setup.env, setup.policy, algorithm, setup.optimizer, setup.sizes)
         trajectories = iteration.rollout(state)
         update = loop.fused_step(iteration._replace(generate=lambda *_: trajectories, judge=None))

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import flowgrpo as fg
 from flowgrpo.data.tokenizer import load_tokenizer, start_conversation
 from flowgrpo.envs.env import END, PAD
 from flowgrpo.models import families
@@ -32,6 +31,7 @@ from flowgrpo.training.config import RunConfig
 from flowgrpo.training.planner import PlannerConfig, frozen_base_dtype, lora_of
 from flowgrpo.training.run_dir import RUN, START, read_run
 from flowgrpo.training.session import PARAMS
+from flowgrpo.types import BadInput
 
 CONFIGS: dict[str, type[RunConfig]] = {
     "pure": pure.Config,
@@ -53,7 +53,7 @@ def read_planner(folder: Path, which: str) -> tuple[int, Any]:
     checkpoints = Checkpoints(folder, best="validation")
     last = checkpoints.latest()
     if last is None:
-        raise fg.BadInput(f"{folder} has no checkpoint yet: continue the run")
+        raise BadInput(f"{folder} has no checkpoint yet: continue the run")
     if which == "start":
         return 0, _planner(checkpoints.restore_part(last, "start"))
     step = checkpoints.best() if which == "best" else last
@@ -71,11 +71,11 @@ def read_config(folder: Path) -> RunConfig:
     """The Config with which a run of RL was last started."""
     run = read_run(folder)
     if run["recipe"] not in CONFIGS:
-        raise fg.BadInput(f"{folder} is a run of {run['recipe']}: give one of {', '.join(CONFIGS)}")
+        raise BadInput(f"{folder} is a run of {run['recipe']}: give one of {', '.join(CONFIGS)}")
     try:
         return CONFIGS[run["recipe"]].from_json(run["settings"])
-    except fg.BadInput as error:
-        raise fg.BadInput(f"{folder / RUN}: {error}; it was written by another version") from None
+    except BadInput as error:
+        raise BadInput(f"{folder / RUN}: {error}; it was written by another version") from None
 
 
 def load_start_model(config: RunConfig, folder: Path) -> Model:
@@ -168,13 +168,11 @@ def export_gguf(
         licence: of the weights; None: that of the base model.
     """
     if out.suffix == ".gguf":
-        raise fg.BadInput(
+        raise BadInput(
             f"--out={out} names a file, and a folder is written, with a Modelfile: give {out.with_suffix('')}"
         )
     if isinstance(read_config(folder), pure.Config):
-        raise fg.BadInput(
-            f"the planner of {folder} speaks in whole words, which GGUF has no form for: leave out --format"
-        )
+        raise BadInput(f"the planner of {folder} speaks in whole words, which GGUF has no form for: leave out --format")
     model, facts = _whole_model(folder, out, which, licence)
     facts = facts._replace(gguf=tensor_type)
     temperature = getattr(facts.config, "temperature", None)
@@ -204,7 +202,7 @@ def export_adapter(folder: Path, out: Path, *, which: str = "best", licence: str
     config = read_config(folder)
     lora = lora_of(config) if isinstance(config, PlannerConfig) else None
     if lora is None:
-        raise fg.BadInput(f"{folder} trains all parameters and has no adapter: leave out --adapter")
+        raise BadInput(f"{folder} trains all parameters and has no adapter: leave out --adapter")
     assert isinstance(config, PlannerConfig)
     step, adapter = read_planner(folder, which)
     _check_out(config, folder, out)
@@ -219,7 +217,7 @@ def has_chat_template(folder: Path) -> bool:
     """Whether the tokenizer of a model folder has a chat template that can render a user's message."""
     try:
         start_conversation(load_tokenizer(folder), [{"role": "user", "content": "x"}])
-    except fg.BadInput:
+    except BadInput:
         return False
     return True
 
@@ -227,9 +225,9 @@ def has_chat_template(folder: Path) -> bool:
 def _check_out(config: RunConfig, folder: Path, out: Path) -> None:
     """Raise `BadInput` if `out` is a run or the start of this one, since writing replaces the whole folder."""
     if (out / RUN).exists():
-        raise fg.BadInput(f"--out={out} is the folder of a run: give another one, such as {out / 'model'}")
+        raise BadInput(f"--out={out} is the folder of a run: give another one, such as {out / 'model'}")
     if not isinstance(config, PlannerConfig):
         return
     start = Path(start_model_path(config, folder)).resolve()
     if out.resolve() in (start, start.parent if start.is_file() else start):
-        raise fg.BadInput(f"--out={out} is the model that the run started with: give another folder")
+        raise BadInput(f"--out={out} is the model that the run started with: give another folder")

@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flowgrpo as fg
+from flowgrpo import __version__
 from flowgrpo.files import read_json
 from flowgrpo.recipes import agent_config, cluster_config, own_agent, own_env, pure, self_verify_tasks
 from flowgrpo.training.config import RunConfig, setting_infos
 from flowgrpo.training.next_steps import command
 from flowgrpo.training.planner import PlannerConfig
 from flowgrpo.training.session import RESULT
+from flowgrpo.types import BadInput
 
 COMMANDS = {
     "pure": "quickstart",
@@ -68,7 +69,7 @@ def model_card(facts: CardFacts) -> str:
             training_command(facts.recipe, facts.config),
             "```",
             "",
-            f"All settings, by flowgrpo {fg.__version__}:",
+            f"All settings, by flowgrpo {__version__}:",
             "",
             "```json",
             json.dumps({name: _public(name, x) for name, x in facts.config.to_json().items()}, indent=1),
@@ -112,7 +113,7 @@ def _preset(config: RunConfig) -> RunConfig:
             return own_env.preset(config.model, env=config.env)
         case self_verify_tasks.Config():
             return self_verify_tasks.preset(config.model)
-    raise fg.BadInput(f"a {type(config).__name__} has no model card: give a run of {', '.join(COMMANDS)}")
+    raise BadInput(f"a {type(config).__name__} has no model card: give a run of {', '.join(COMMANDS)}")
 
 
 def _public(name: str, value: Any) -> Any:

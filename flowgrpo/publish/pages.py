@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-import flowgrpo as fg
 from flowgrpo.contracts import Policy
 from flowgrpo.data.tokenizer import load_tokenizer
 from flowgrpo.envs.env import PAD
@@ -31,7 +30,7 @@ from flowgrpo.training.language_model import ADVANTAGES, HostedConfig
 from flowgrpo.training.planner import load_start, make_planner
 from flowgrpo.training.run_dir import START
 from flowgrpo.training.staged import has_fresh_contexts, split_turns
-from flowgrpo.types import Params, Trajectories
+from flowgrpo.types import BadInput, Params, Trajectories
 
 BLOCK = 16  # trajectories that are scored together
 FOLDER = "trajectories"
@@ -153,7 +152,7 @@ def read_trajectories(folder: Path) -> list[LoggedTrajectory]:
     paths = sorted((folder / FOLDER).glob("*.jsonl"))
     files = [path for path in paths if not path.name.endswith(ADVANTAGES)]
     if not files:
-        raise fg.BadInput(
+        raise BadInput(
             f"{folder / FOLDER} holds no trajectories: a quickstart writes some when it has ended, other runs with "
             "every update; continue the run"
         )
@@ -183,7 +182,7 @@ def _read_advantages(path: Path) -> dict[tuple[int, int], list[Any] | None]:
         lines = [parse_json(line) for line in _whole_lines(path)]
         return {(line["group"], line["sample"]): line["advantage"] for line in lines}
     except (ValueError, KeyError, TypeError) as error:
-        raise fg.BadInput(f"{path} holds no advantages ({error!r:.80}): remove it, or continue the run") from None
+        raise BadInput(f"{path} holds no advantages ({error!r:.80}): remove it, or continue the run") from None
 
 
 def token_decoder_of(config: RunConfig, folder: Path, tokenizer: str | None = None) -> TokenDecoder:
@@ -194,5 +193,5 @@ def token_decoder_of(config: RunConfig, folder: Path, tokenizer: str | None = No
     source = tokenizer or config.model or folder / START
     try:
         return make_token_decoder(load_tokenizer(source))
-    except fg.BadInput as error:
-        raise fg.BadInput(f"{error}; or name the run's tokenizer by --tokenizer") from None
+    except BadInput as error:
+        raise BadInput(f"{error}; or name the run's tokenizer by --tokenizer") from None

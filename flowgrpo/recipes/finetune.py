@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import flowgrpo as fg
+from flowgrpo.algorithms.dpo import dpo
 from flowgrpo.batching.prefix_tree import tree_sizes
+from flowgrpo.contracts import Algorithm
 from flowgrpo.learner import conversations
 from flowgrpo.learner.imitation import IMITATION, packed_imitation
 from flowgrpo.learner.loss_scale import optimizer_for
@@ -23,7 +24,7 @@ from flowgrpo.learner.state import LearnerState, adamw
 from flowgrpo.learner.update import UpdateSettings, make_score, make_update, score_batch
 from flowgrpo.models.attention_kernels import get_kernel
 from flowgrpo.models.decoder import make_policy
-from flowgrpo.models.hf import Model
+from flowgrpo.models.hf import Model, load_model, save_model
 from flowgrpo.models.trainable import cast
 from flowgrpo.recipes.finetune_config import Config
 from flowgrpo.training import loop
@@ -31,7 +32,7 @@ from flowgrpo.training.checkpoints import params_sha256
 from flowgrpo.training.next_steps import closing_message, command, list_contents
 from flowgrpo.training.session import Session, Step, Trainable, Validation, run_session
 from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
-from flowgrpo.types import Metrics, Params
+from flowgrpo.types import BadInput, Batch, Metrics, Params, Trajectory
 
 NAME = "finetune"
 STEP_METRICS = ("grad_norm", "skipped", "overflows", "loss_scale")  # of a step, if it has them
@@ -48,8 +49,8 @@ class ExampleSplit(NamedTuple):
 class Objective(NamedTuple):
     """What is learned from examples, as functions."""
 
-    collate: Callable[[Sequence[Any]], fg.Batch]  # examples of a step -> their batch, always of one shape
-    step: Callable[[LearnerState, fg.Batch], tuple[LearnerState, Metrics]]
+    collate: Callable[[Sequence[Any]], Batch]  # examples of a step -> their batch, always of one shape
+    step: Callable[[LearnerState, Batch], tuple[LearnerState, Metrics]]
     evaluate: Callable[[Params], dict[str, float]]  # metrics on the held-out examples, the loss first
 
 
@@ -57,7 +58,7 @@ class Method(NamedTuple):
     """A way to learn from examples."""
 
     read: Callable[..., list]  # (path, tokenizer) -> examples
-    collate: Callable[..., fg.Batch]
+    collate: Callable[..., Batch]
     conversations: int  # of an example
     make_functions: Callable[..., tuple]  # (config, model, optimizer, held-out batches) -> (step, evaluate)
 
@@ -67,12 +68,12 @@ def split_examples(config: Config, examples: Sequence[Any]) -> ExampleSplit:
     max_tokens = config.max_tokens
     fitting = []
     for example in examples:
-        both = (example,) if isinstance(example, fg.Trajectory) else example
+        both = (example,) if isinstance(example, Trajectory) else example
         if max(conversations.tokens_of(conversation) for conversation in both) <= max_tokens:
             fitting.append(example)
     count = max(round(config.held_out * len(fitting)), 1)
     if len(fitting) <= count:
-        raise fg.BadInput(
+        raise BadInput(
             f"{config.data} has {len(fitting)} examples of at most {max_tokens} tokens, {count} of them held out: "
             "raise --max_tokens, or give more"
         )
@@ -92,9 +93,7 @@ def make_objective(config: Config, model: Model, held_out: Sequence[Any], optimi
     return Objective(collate, *method.make_functions(config, model, optimizer, batches))
 
 
-def _jit_update_and_score(
-    config: Config, model: Model, algorithm: fg.Algorithm, optimizer
-) -> tuple[Callable, Callable]:
+def _jit_update_and_score(config: Config, model: Model, algorithm: Algorithm, optimizer) -> tuple[Callable, Callable]:
     """The update by an algorithm, and the scoring of a batch; both compute in the type of the Config."""
     compute_dtype: Any = None if config.dtype == "float32" else config.dtype  # None: that of the parameters
     micro_rows = config.micro_rows if model.policy.hidden_tree is None else 1  # a tree is as long as a micro-batch
@@ -104,11 +103,11 @@ def _jit_update_and_score(
     return jax.jit(update), jax.jit(partial(score_batch, score, micro_rows=micro_rows))
 
 
-def _sft_functions(config: Config, model: Model, optimizer, held_out: list[fg.Batch]) -> tuple[Callable, Callable]:
+def _sft_functions(config: Config, model: Model, optimizer, held_out: list[Batch]) -> tuple[Callable, Callable]:
     """Step and evaluation of imitation: the mean of -log p over the tokens to imitate."""
     update, score = _jit_update_and_score(config, model, IMITATION, optimizer)
 
-    def step(state: LearnerState, batch: fg.Batch) -> tuple[LearnerState, Metrics]:
+    def step(state: LearnerState, batch: Batch) -> tuple[LearnerState, Metrics]:
         state, metrics = update(state, batch)
         return state, {"nll": metrics["loss"]} | {name: metrics[name] for name in STEP_METRICS if name in metrics}
 
@@ -123,14 +122,14 @@ def _sft_functions(config: Config, model: Model, optimizer, held_out: list[fg.Ba
     return step, evaluate
 
 
-def _dpo_functions(config: Config, model: Model, optimizer, held_out: list[fg.Batch]) -> tuple[Callable, Callable]:
+def _dpo_functions(config: Config, model: Model, optimizer, held_out: list[Batch]) -> tuple[Callable, Callable]:
     """Step and evaluation of DPO (Rafailov et al., 2023): loss, fraction of pairs ranked right, and mean margin."""
     beta = config.beta
-    update, score = _jit_update_and_score(config, model, fg.dpo(beta=beta), optimizer)
+    update, score = _jit_update_and_score(config, model, dpo(beta=beta), optimizer)
     reference = jax.tree.map(jnp.copy, model.params)
     scored = [batch.replace(logp_ref=np.asarray(score(model.params, batch))) for batch in held_out]
 
-    def step(state: LearnerState, batch: fg.Batch) -> tuple[LearnerState, Metrics]:
+    def step(state: LearnerState, batch: Batch) -> tuple[LearnerState, Metrics]:
         state, metrics = update(state, batch, reference)
         shown = {name: metrics[name] for name in ("loss", "margin", *STEP_METRICS) if name in metrics}
         return state, shown | {"preferred": metrics["accuracy"]}
@@ -144,7 +143,7 @@ def _dpo_functions(config: Config, model: Model, optimizer, held_out: list[fg.Ba
     return step, evaluate
 
 
-def margins_of(batch: fg.Batch, logp_rs: np.ndarray) -> np.ndarray:
+def margins_of(batch: Batch, logp_rs: np.ndarray) -> np.ndarray:
     """For each pair, log p - log p_ref of the chosen conversation minus that of the rejected one."""
     mask_rs = np.asarray(batch.loss_mask)
     gain_m = (logp_rs.astype(np.float64) - np.asarray(batch.logp_ref))[mask_rs] * np.asarray(batch.advantage)[mask_rs]
@@ -172,7 +171,7 @@ class FinetuneParts(NamedTuple):
 def build(config: Config) -> FinetuneParts:
     """Read model and examples, and make the parts of a run."""
     # Parameters are float32, since small steps would be lost in less; the policy computes in `dtype`.
-    model = fg.load_model(config.model, dtype="float32")
+    model = load_model(config.model, dtype="float32")
     policy = make_policy(model.config, dtype=config.dtype, attend=get_kernel(config.attention))
     model = model._replace(policy=policy)
     examples = split_examples(config, METHODS[config.method].read(config.data, model.tokenizer))
@@ -237,7 +236,7 @@ class FinetuneTrainable(Trainable):
         """Write the model with the lowest held-out loss, and the result."""
         config, model, evaluate = self.parts.config, self.parts.model, self.parts.objective.evaluate
         best, params = session.best_params()
-        fg.save_model(session.folder / "model", model._replace(params=cast(params, config.dtype)))
+        save_model(session.folder / "model", model._replace(params=cast(params, config.dtype)))
         result = {
             "method": config.method,
             **{f"{name}_before": value for name, value in evaluate(model.params).items()},

@@ -24,7 +24,6 @@ import jax
 import numpy as np
 import optax
 
-import flowgrpo as fg
 from flowgrpo.agent.action_forms import write_lines
 from flowgrpo.contracts import HostEnv, ToolRunner
 from flowgrpo.data.tokenizer import ChatTokenizer, load_tokenizer
@@ -42,7 +41,7 @@ from flowgrpo.training.language_model import HostedConfig
 from flowgrpo.training.run_dir import list_differences
 from flowgrpo.training.run_files import NOTE
 from flowgrpo.training.warm_start import WarmStart, no_warm_start
-from flowgrpo.types import BadInput, Task, Trajectory
+from flowgrpo.types import BadInput, Batch, Task, Trajectory
 
 TOOLS = ("calculator", "python", "search")
 UNKNOWN_TOOLS = ("browser", "lookup", "solver")  # names of tools that don't exist
@@ -295,7 +294,7 @@ def script_imitation(model: Model, env: HostEnv, call_tool: ToolRunner, config: 
 
 
 def imitation_warm_start(
-    rows: Mapping[str, fg.Batch],
+    rows: Mapping[str, Batch],
     model: Model,
     config: HostedConfig,
     *,
@@ -338,7 +337,7 @@ def imitation_warm_start(
     )
 
 
-def shuffled_batches(rows: fg.Batch, size: int, seed: int) -> Iterator[fg.Batch]:
+def shuffled_batches(rows: Batch, size: int, seed: int) -> Iterator[Batch]:
     """Yield batches of rows without end, in a new random order each epoch."""
     random, count = np.random.default_rng(seed), len(rows.tokens)
     size = min(size, count)

@@ -17,7 +17,8 @@ import numpy as np
 import optax
 from jax import Array
 
-import flowgrpo as fg
+from flowgrpo.algorithms.compose import last_turn_only
+from flowgrpo.contracts import Algorithm, Env, Policy
 from flowgrpo.envs.env import PAD, format_trajectory, to_words
 from flowgrpo.envs.lookup import World, calls_right_tool
 from flowgrpo.envs.play import Episode
@@ -61,7 +62,7 @@ from flowgrpo.training.session import (
 )
 from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.training.warm_start import WarmStart
-from flowgrpo.types import Metrics, Params, PyTree, Trajectories
+from flowgrpo.types import BadInput, Metrics, Params, PyTree, Task, Trajectories
 
 NAME = "pure"
 # By the vocabulary of an environment: (tokens, length) -> whether an action calls the right tool for its question.
@@ -77,9 +78,9 @@ class Setup(NamedTuple):
     """The parts of a run."""
 
     config: Config
-    env: fg.Env
-    policy: fg.Policy
-    algorithm: fg.Algorithm
+    env: Env
+    policy: Policy
+    algorithm: Algorithm
     optimizer: optax.GradientTransformation
     sizes: loop.Settings
     iteration: loop.Iteration
@@ -87,14 +88,14 @@ class Setup(NamedTuple):
     critic: ValueModel | None = None
 
 
-def build(config: Config, *, env: fg.Env | None = None, algorithm: fg.Algorithm | None = None) -> Setup:
+def build(config: Config, *, env: Env | None = None, algorithm: Algorithm | None = None) -> Setup:
     """The parts that a Config describes; `env` and `algorithm` replace those that it names."""
     env = make_env(config.env) if env is None else env
     decoder = small_decoder_config(env, config)
     policy = make_policy(decoder, unroll=True)
     if algorithm is None:
         if (config.algorithm == "opd") != (config.teacher is not None):
-            raise fg.BadInput("--algorithm=opd and --teacher=RUN go together: give both, or neither")
+            raise BadInput("--algorithm=opd and --teacher=RUN go together: give both, or neither")
         algorithm = make_algorithm(
             config.algorithm,
             beta=config.beta,
@@ -105,7 +106,7 @@ def build(config: Config, *, env: fg.Env | None = None, algorithm: fg.Algorithm 
             max_tokens=env.sizes.turns * env.sizes.action,
         )
         if config.control == "last_turn":
-            algorithm = fg.algorithms.last_turn_only(algorithm)
+            algorithm = last_turn_only(algorithm)
 
     steps = config.decay_updates * config.mini_batches * config.epochs
     muon_matrices = matrices(decoder) if config.optimizer == "muon" else None
@@ -137,7 +138,7 @@ def build(config: Config, *, env: fg.Env | None = None, algorithm: fg.Algorithm 
     return Setup(config, env, policy, algorithm, optimizer, sizes, iteration, to_mesh, critic)
 
 
-def small_decoder_config(env: fg.Env, config: Config) -> DecoderConfig:
+def small_decoder_config(env: Env, config: Config) -> DecoderConfig:
     """The shape of a small decoder over the vocabulary of an environment."""
     return small_config(len(env.vocabulary), d=config.model_dim, layers=config.layers, head=config.head_dim)
 
@@ -147,12 +148,12 @@ def teacher_params(config: Config) -> Params:
     folder = Path(str(config.teacher))
     run = read_run(folder)
     if run["recipe"] != NAME:
-        raise fg.BadInput(f"--teacher={folder} is a run of {run['recipe']}: give one of the quickstart")
+        raise BadInput(f"--teacher={folder} is a run of {run['recipe']}: give one of the quickstart")
     teacher = Config.from_json(run["settings"])
     for name in ("env", "model_dim", "layers", "head_dim"):
         own, other = getattr(config, name), getattr(teacher, name)
         if own != other:
-            raise fg.BadInput(f"--teacher={folder} has {name} {other}, but this run {own}: they must be the same")
+            raise BadInput(f"--teacher={folder} has {name} {other}, but this run {own}: they must be the same")
     return actor_params(open_session(PureTrainable(build(teacher)), folder).best_params()[1])
 
 
@@ -346,12 +347,12 @@ class _Evaluation:
 # Metrics and records ------------------------------------------------------------------------------------
 
 
-def draw_split(env: fg.Env, split: str, *, count: int, seed: int = 0) -> PyTree:
+def draw_split(env: Env, split: str, *, count: int, seed: int = 0) -> PyTree:
     """Draw `count` tasks of a split, by a compiled program."""
     return jax.jit(partial(exams.draw_tasks, env, count=count, split=split))(jax.random.key(seed))
 
 
-def episode_metrics(env: fg.Env, episodes: Episode) -> dict[str, float]:
+def episode_metrics(env: Env, episodes: Episode) -> dict[str, float]:
     """Means over episodes: success, errors and right tools in %, turns and calls per episode."""
     live, calls = np.asarray(episodes.live), np.asarray(episodes.live & (episodes.step.tool >= 0))
     metrics = {
@@ -366,7 +367,7 @@ def episode_metrics(env: fg.Env, episodes: Episode) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def right_tool_fraction(env: fg.Env, rollout: Trajectories) -> float | None:
+def right_tool_fraction(env: Env, rollout: Trajectories) -> float | None:
     """Fraction of a policy's calls that go to the right tool; None if a call alone cannot tell."""
     calls_nt = np.asarray(rollout.tool) >= 0
     if env.vocabulary not in IS_RIGHT_TOOL or not calls_nt.any():
@@ -381,13 +382,13 @@ def right_tool_fraction(env: fg.Env, rollout: Trajectories) -> float | None:
     return float(np.asarray(right_nt)[calls_nt].mean())
 
 
-def _evaluate_rollout(rollout: Trajectories, env: fg.Env, *, samples: int = 1, ks: Sequence[int] = (1,)) -> Evaluation:
+def _evaluate_rollout(rollout: Trajectories, env: Env, *, samples: int = 1, ks: Sequence[int] = (1,)) -> Evaluation:
     """Metrics of `samples` trajectories a task, with the fraction of calls to the right tool."""
     evaluation = exams.evaluate_rollout(rollout, env, samples=samples, ks=ks)
     return replace(evaluation, right_tool=right_tool_fraction(env, jax.device_get(rollout)))
 
 
-def first_records(rollout: Trajectories, env: fg.Env, gold: tuple[Any, Any] | None) -> list[RecordedTrajectory]:
+def first_records(rollout: Trajectories, env: Env, gold: tuple[Any, Any] | None) -> list[RecordedTrajectory]:
     """The first trajectories as records; a task's query is the environment's first observation.
 
     `gold` has the answers as (tokens_nl, length_n), if the environment has some.
@@ -398,13 +399,13 @@ def first_records(rollout: Trajectories, env: fg.Env, gold: tuple[Any, Any] | No
     )
     answers = [] if gold is None else [(to_words(env, *answer),) for answer in zip(*jax.device_get(gold), strict=True)]
     tasks = [
-        fg.Task(f"{env.name}-{n}", to_words(env, tokens), answers[n] if answers else (), env.name)
+        Task(f"{env.name}-{n}", to_words(env, tokens), answers[n] if answers else (), env.name)
         for n, tokens in enumerate(queries)
     ]
     return to_records(first, tasks, env.tools)
 
 
-def format_examples(rollouts: Sequence[Trajectories], env: fg.Env) -> list[str]:
+def format_examples(rollouts: Sequence[Trajectories], env: Env) -> list[str]:
     """One task that failed before and is solved after, if there is one, as text."""
     correct = [np.asarray(rollout.correct) for rollout in rollouts]
     index = int(np.argmax(~correct[0] & correct[1]))

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import optax
 
-import flowgrpo as fg
+import flowgrpo.algorithms as family
 from flowgrpo.algorithms.options import Correction
-from flowgrpo.contracts import Reward
-from flowgrpo.envs.arithmetic import DECEPTIVE
+from flowgrpo.contracts import Algorithm, Env, Reward, RewardResult, Tool
+from flowgrpo.envs.arithmetic import DECEPTIVE, arithmetic
+from flowgrpo.envs.lookup import lookup
+from flowgrpo.envs.maze import maze
 from flowgrpo.files import describe_error, import_named, pip_install
 from flowgrpo.learner.adam8bit import scale_by_adam_8bit
 from flowgrpo.learner.state import adamw, scale_by_adafactor
@@ -33,64 +35,66 @@ from flowgrpo.rewards.reasoning_gym import reasoning
 from flowgrpo.rewards.vision.boxes import box_iou, count_match, point_in_box
 from flowgrpo.rewards.vision.drawing import drawing_reward
 from flowgrpo.sandbox import Limits, Sandbox
+from flowgrpo.tools.schema import tool
 from flowgrpo.training import names
 from flowgrpo.training.names import ENV_IMPORT
+from flowgrpo.types import BadInput, Task
 
-ALGORITHMS = {name: getattr(fg.algorithms, name) for name in names.ALGORITHMS}
+ALGORITHMS = {name: getattr(family, name) for name in names.ALGORITHMS}
 
-ENVIRONMENTS: dict[str, Callable[..., fg.Env]] = {
-    "lookup": fg.lookup,
-    "arithmetic": fg.arithmetic,
-    "maze": fg.maze,
+ENVIRONMENTS: dict[str, Callable[..., Env]] = {
+    "lookup": lookup,
+    "arithmetic": arithmetic,
+    "maze": maze,
     # No planner here solves all tasks of these, so that the arms of a study can differ.
-    "lookup_hard": partial(fg.lookup, hops=(2, 2), relations=8, tools=8),
-    "arithmetic_hard": partial(fg.arithmetic, turns=9, flaws=DECEPTIVE),
-    "maze_hard": partial(fg.maze, width=5, turns=20),
+    "lookup_hard": partial(lookup, hops=(2, 2), relations=8, tools=8),
+    "arithmetic_hard": partial(arithmetic, turns=9, flaws=DECEPTIVE),
+    "maze_hard": partial(maze, width=5, turns=20),
 }
 
 
-def make_tool(name: str) -> fg.Tool:
+def make_tool(name: str) -> Tool:
     """The tool that `MODULE:NAME` names: an `fg.Tool`, or a function with types and a docstring."""
     value = import_named(name, "tool")
-    if isinstance(value, fg.Tool):
+    if isinstance(value, Tool):
         return value
     if not inspect.isfunction(value):
-        raise fg.BadInput(f"tool {name!r} is {value!r:.80}: name a function with types and a docstring, or an fg.Tool")
-    return fg.tool(value)
+        raise BadInput(f"tool {name!r} is {value!r:.80}: name a function with types and a docstring, or an fg.Tool")
+    return tool(value)
 
 
-def make_reward(name: str, task: fg.Task) -> fg.Reward:
+def make_reward(name: str, task: Task) -> Reward:
     """The reward that `MODULE:NAME` names: an `fg.Reward`, or a function (task, answer) -> fg.RewardResult.
 
     It is called once, for `task` and an empty answer, so that an error shows before training.
     """
     value = import_named(name, "reward")
-    reward = value if isinstance(value, fg.Reward) else fg.Reward(value)
+    reward = value if isinstance(value, Reward) else Reward(value)
     try:
         result: Any = reward.score(task, "")
     except (Exception, SystemExit) as error:  # the user's code
         result = error
-    if not isinstance(result, fg.RewardResult):
-        raise fg.BadInput(
+    if not isinstance(result, RewardResult):
+        raise BadInput(
             f"reward {name!r} came to {result!r:.200} for task {task.id!r} and an empty answer: name a function "
             "(task, answer) that returns fg.RewardResult(value), or fg.RewardResult(None, reason) if it cannot judge"
         )
     return reward
 
 
-def make_env(name: str) -> fg.Env:
+def make_env(name: str) -> Env:
     """The environment of that name, or what `MODULE:FUNCTION` returns; the module may be in the current folder."""
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]()
     if ":" not in name:
-        raise fg.BadInput(f"environment {name!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {ENV_IMPORT}")
+        raise BadInput(f"environment {name!r} is unknown; choose from {', '.join(ENVIRONMENTS)}, or {ENV_IMPORT}")
     constructor = import_named(name, "environment")
     try:
         env = constructor() if callable(constructor) else constructor
     except (Exception, SystemExit) as error:  # the user's code
-        raise fg.BadInput(f"environment {name!r} can't be made: {describe_error(error)}; give {ENV_IMPORT}") from None
-    if not isinstance(env, fg.Env):
-        raise fg.BadInput(f"environment {name!r} gave {env!r:.80}, which is no fg.Env: give {ENV_IMPORT}")
+        raise BadInput(f"environment {name!r} can't be made: {describe_error(error)}; give {ENV_IMPORT}") from None
+    if not isinstance(env, Env):
+        raise BadInput(f"environment {name!r} gave {env!r:.80}, which is no fg.Env: give {ENV_IMPORT}")
     return env
 
 
@@ -109,7 +113,7 @@ def make_algorithm(
     correction: Correction | None = None,
     gamma: float = 1.0,
     lam: float = 0.95,
-) -> fg.Algorithm:
+) -> Algorithm:
     """The algorithm of that name, with those of these settings that it has.
 
     Args:
@@ -121,7 +125,7 @@ def make_algorithm(
         gamma, lam: discount factor and GAE lambda of ppo.
     """
     if name not in ALGORITHMS:
-        raise fg.BadInput(f"algorithm {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
+        raise BadInput(f"algorithm {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
     options: dict[str, Any] = {} if name in WITHOUT_BETA else {"beta": beta}
     options |= {} if correction is None else {"correction": correction}
     options |= {"clip_high": clip_high} if clip_high and name not in (*OWN_CLIP, *UNCLIPPED) else {}
@@ -141,7 +145,7 @@ OPTIMIZERS = {  # replacements of `optax.scale_by_adam`
 def make_base_optimizer(name: str) -> optax.GradientTransformation:
     """The gradient transformation of that name, without learning rate and schedule."""
     if name not in OPTIMIZERS:
-        raise fg.BadInput(f"optimizer {name!r} is unknown; choose from {', '.join(OPTIMIZERS)}")
+        raise BadInput(f"optimizer {name!r} is unknown; choose from {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]()
 
 
@@ -223,7 +227,7 @@ def modules_to_preload(names: Collection[str]) -> tuple[str, ...]:
     domains = [DOMAINS[name] for name in DOMAINS if name in names]
     for domain in domains:
         if message := _missing_extra(domain):
-            raise fg.BadInput(message)
+            raise BadInput(message)
     return tuple(dict.fromkeys(module for domain in domains for module in domain.preload))
 
 
@@ -244,8 +248,8 @@ def route_by_domain(context: RewardContext, *, default: str | None = None) -> Re
         if not (message := _missing_extra(domain)):
             return domain.make(context)
 
-        def refuse(_task: fg.Task, _output: str) -> fg.RewardResult:
-            raise fg.BadInput(message)
+        def refuse(_task: Task, _output: str) -> RewardResult:
+            raise BadInput(message)
 
         return Reward(refuse)
 

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import flowgrpo as fg
 from flowgrpo.agent.single_turn import single_turn
+from flowgrpo.algorithms.policy_gradient import flow_grpo
 from flowgrpo.contracts import Reward, RewardResult
 from flowgrpo.data.task_files import parse_fields, read_tasks
 from flowgrpo.evaluation.metrics import Evaluation
@@ -100,7 +100,7 @@ def build(config: Config, folder: Path, *, on_ready: Callable[[], object] | None
             offloader=offloader,
             reward=yes_probability(judge, matcher, lambda: offloader["judge"]),
             tasks=draw,
-            algorithm=fg.flow_grpo(beta=config.beta, clip_high=config.clip_high),
+            algorithm=flow_grpo(beta=config.beta, clip_high=config.clip_high),
             optimizer=optimizer_for(
                 config.dtype,
                 adamw(config.learning_rate, base=make_base_optimizer(config.optimizer)),

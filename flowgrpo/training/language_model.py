@@ -16,8 +16,7 @@ import jax
 import numpy as np
 import optax
 
-import flowgrpo as fg
-from flowgrpo.contracts import HostEnv, Request, Reward, RewardResult, ToolRunner
+from flowgrpo.contracts import Algorithm, HostEnv, Request, Reward, RewardResult, ToolRunner
 from flowgrpo.data.tasks import Tasks, batch_at, split_tasks
 from flowgrpo.data.tokenizer import ChatTokenizer
 from flowgrpo.evaluation.metrics import Evaluation, compute_metrics
@@ -59,7 +58,7 @@ class HostedSetup(NamedTuple):
     call_tool: ToolRunner
     reward: Reward | None  # None: the environment returns rewards
     tasks: Draw
-    algorithm: fg.Algorithm
+    algorithm: Algorithm
     optimizer: optax.GradientTransformation
     sizes: loop.Settings
     warm_start: Callable[["HostedSetup"], WarmStart]  # called with the running setup, which has a journal and progress

@@ -15,8 +15,8 @@ from flax import struct
 from jax import Array
 from jaxtyping import Bool, Int
 
-import flowgrpo as fg
 from flowgrpo import launch
+from flowgrpo.algorithms.policy_gradient import grpo
 from flowgrpo.contracts import Env, Observation, Params, Policy, Sizes, Step
 from flowgrpo.envs.env import END, PAD, absorbing, pad_tokens
 from flowgrpo.generate.sampler import decode, make_sampling, prefill, start_rows
@@ -105,7 +105,7 @@ def _train(lane: protocol.Lane, case: workload.Training, policy: Policy, params:
     optimizer = adamw(workload.RATE, clip_norm=workload.CLIP)
     rows = {"micro_rows": MICRO_ROWS[case.turns], "min_decode_batch": MIN_DECODE_BATCH[case.turns]}
     sizes = loop.Settings(queries=PROMPTS, samples=GROUP, **rows)
-    iteration = loop.make_iteration(_dialogue(case.turns), policy, fg.grpo(beta=case.beta), optimizer, sizes)
+    iteration = loop.make_iteration(_dialogue(case.turns), policy, grpo(beta=case.beta), optimizer, sizes)
     step = loop.split_step(iteration)
     run = replicate(loop.init_train_state(params, optimizer, jax.random.key(0)), policy.mesh)
     while True:

@@ -15,14 +15,14 @@ import numpy as np
 import optax
 from jax import Array
 
-import flowgrpo as fg
 from flowgrpo import launch
+from flowgrpo.algorithms.policy_gradient import grpo
 from flowgrpo.batching.layouts import full_batch
 from flowgrpo.contracts import HostEnv, HostObservation, HostStep, Request, RewardResult
 from flowgrpo.generate.engine import Engine, EngineSettings
 from flowgrpo.generate.sampler import decode, draw_token, logprobs, make_sampling, prefill, start_rows
 from flowgrpo.learner.state import adamw, init_learner
-from flowgrpo.learner.update import make_update
+from flowgrpo.learner.update import UpdateSettings, make_update
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.parallel.offload import HostOffloader, placement_table
@@ -33,7 +33,7 @@ from flowgrpo.training import loop
 from flowgrpo.training.language_model import default_min_decode_batch
 from flowgrpo.training.planner import OFFLOAD
 from flowgrpo.training.staged import StagedSettings, hosted_rollout, make_staged_step
-from flowgrpo.types import Status
+from flowgrpo.types import Status, Task
 
 from ..measuring import medians_in_turn
 from . import protocol
@@ -81,7 +81,7 @@ def _update(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
     """One update of full rows, a row at a time."""
     optimizer = adamw(RATE, clip_norm=CLIP)
     update = jax.jit(
-        make_update(model.policy, fg.grpo(beta=0.0), optimizer, fg.UpdateSettings(micro_rows=1)), donate_argnums=0
+        make_update(model.policy, grpo(beta=0.0), optimizer, UpdateSettings(micro_rows=1)), donate_argnums=0
     )
     batch = full_batch(model.config.v, sizes.update_rows, sizes.update_length)
     state = init_learner(model.params, optimizer)
@@ -116,7 +116,7 @@ def _step(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
         def roll_out(run: loop.TrainState, **callbacks) -> RolloutResult:
             update = int(run.update)
             engine.update_weights(run.learner.params, int(run.learner.version))
-            tasks = [fg.Task(f"{update} {query}", "", ("1",), "ids") for query in range(sizes.queries)]
+            tasks = [Task(f"{update} {query}", "", ("1",), "ids") for query in range(sizes.queries)]
             keys = jax.random.split(jax.random.fold_in(run.key, update), trajectories)
             repeated_tasks = [task for task in tasks for _ in range(sizes.samples)]
             return rollout(
@@ -125,7 +125,7 @@ def _step(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
 
         step = make_staged_step(
             model.policy,
-            fg.grpo(beta=0.0),
+            grpo(beta=0.0),
             optimizer,
             hosted_rollout(roll_out, lambda played: to_trajectories(played.trajectories, (), turns=1, length=context)),
             offloader,
@@ -151,7 +151,7 @@ def _step(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
 def _prompt_env(vocabulary: int, sizes: Sizes) -> HostEnv:
     """Environment of one turn: the prompt of a task, whose id has its update and query; the answer ends the episode."""
 
-    def reset(_key, task: fg.Task, _do) -> tuple[None, HostObservation]:
+    def reset(_key, task: Task, _do) -> tuple[None, HostObservation]:
         update, query = map(int, task.id.split())
         return None, HostObservation(step_prompts(vocabulary, sizes, update * sizes.queries)[query])
 
@@ -161,7 +161,7 @@ def _prompt_env(vocabulary: int, sizes: Sizes) -> HostEnv:
     return HostEnv(name="prompts", tools=(), reset=reset, step=step, max_turns=1, max_tokens=sizes.answer, stop_ids=())
 
 
-def _score(tasks: Sequence[fg.Task], outputs: Sequence[str]) -> list[RewardResult]:
+def _score(tasks: Sequence[Task], outputs: Sequence[str]) -> list[RewardResult]:
     """Half of a group's answers are right, so that no group is skipped in the update."""
     assert len(tasks) == len(outputs) > 1
     return [RewardResult(float(index % 2)) for index in range(len(outputs))]
