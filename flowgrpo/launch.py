@@ -6,7 +6,8 @@
         ...
 
 Importing JAX doesn't start its backend; the first array or device does. After that XLA reads no flags, so `configure`
-then raises. Flags that the user set in `XLA_FLAGS` are kept.
+then raises. Flags that the user set in `XLA_FLAGS` are kept. Scripts that use names of `fg` need not call it:
+`configure_by_default` does.
 """
 
 import ctypes
@@ -22,7 +23,7 @@ from functools import partialmethod
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from flowgrpo.errors import BadInput
@@ -41,6 +42,9 @@ USER = "user"  # the compilation cache in a folder of the user
 CACHE_LIMIT = 1 << 30  # maximum bytes of the user's cache when a process starts
 _EXACT = Event()  # set by `round_rows_equally`
 _CONFIGURED: dict[str, object] = {}  # arguments of the last `configure` in this process
+BY_DEFAULT = "FLOWGRPO_CONFIGURE"  # environment variable: 0 leaves XLA and the cache as they are
+_DEFAULT_TAKEN = Event()  # `configure_by_default` was called
+_DEFAULT_LOCK = Lock()
 DETERMINISTIC = ("--xla_gpu_deterministic_ops=true",)  # the CPU is deterministic without a flag
 
 
@@ -90,6 +94,42 @@ def configure(
     _set_compilation_cache(compilation_cache)
     write_cache_atomically()
     _CONFIGURED.update(settings)
+
+
+def configure_by_default() -> None:
+    """`configure()` for a process that didn't call it, once; called when the first name of `fg` that needs JAX is used.
+
+    A `configure(...)` before it wins, as does one after it until the backend starts. Nothing is set under
+    FLOWGRPO_CONFIGURE=0. If the user has started the backend already, only the compilation cache can be set, and a
+    flawed jaxlib without its flag is warned of.
+    """
+    if _DEFAULT_TAKEN.is_set():
+        return
+    with _DEFAULT_LOCK:
+        if _DEFAULT_TAKEN.is_set() or _CONFIGURED or os.environ.get(BY_DEFAULT) == "0":
+            _DEFAULT_TAKEN.set()
+            return
+        if not _backend_started():
+            configure()
+        else:
+            _set_compilation_cache(USER)
+            write_cache_atomically()
+            _warn_of_flawed_fusion()
+        _DEFAULT_TAKEN.set()
+
+
+def _warn_of_flawed_fusion() -> None:
+    """Warn if sums on a CPU may be wrong, since the backend started without the flag."""
+    import jax
+
+    is_flawed = version("jaxlib") in FLAWED_JAXLIB and jax.default_backend() == "cpu"
+    if is_flawed and NO_FLAWED_FUSION.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        warnings.warn(
+            f"JAX's backend started before flowgrpo configured it, so sums in a large vmap may be wrong with jaxlib "
+            f"{version('jaxlib')} on a CPU: use a name of flowgrpo before the first array, or set "
+            f"XLA_FLAGS={NO_FLAWED_FUSION}",
+            stacklevel=4,
+        )
 
 
 def round_rows_equally() -> None:

@@ -18,13 +18,13 @@ def detokenize(ids: Sequence[int]) -> str:
     return b"".join(BYTES[i] for i in ids).decode(errors="replace")
 
 
-SETTINGS = fg.EngineSettings(slots=8, slot_length=128, chunk=16, steps=8, banned=BANNED)
+SETTINGS = fg.generate.EngineSettings(slots=8, slot_length=128, chunk=16, steps=8, banned=BANNED)
 
 
-def make_requests(count: int, seed: int = 0, **fields) -> list[fg.Request]:
+def make_requests(count: int, seed: int = 0, **fields) -> list[fg.contracts.Request]:
     rng = np.random.default_rng(seed)
     return [
-        fg.Request(
+        fg.contracts.Request(
             rng.integers(1, CONFIG.v, rng.integers(1, 50)).tolist(),
             jax.random.key(seed * 1000 + i),
             **{"max_tokens": int(rng.integers(1, 40)), "stop_ids": STOP, **fields},
@@ -33,11 +33,11 @@ def make_requests(count: int, seed: int = 0, **fields) -> list[fg.Request]:
     ]
 
 
-def next_turn(request: fg.Request, completion: fg.Completion, seed: int) -> fg.Request:
+def next_turn(request: fg.contracts.Request, completion: fg.contracts.Completion, seed: int) -> fg.contracts.Request:
     """The conversation after an observation of 9 tokens."""
     observation = np.random.default_rng(seed).integers(1, CONFIG.v, 9).tolist()
     before = [False] * len(request.tokens) if request.chosen is None else list(request.chosen)
-    return fg.Request(
+    return fg.contracts.Request(
         [*request.tokens, *completion.tokens, *observation],
         jax.random.key(10_000 + seed),
         12,
@@ -51,7 +51,7 @@ def fill(engine) -> None:
     engine.generate(make_requests(8, seed=70, max_tokens=1))
 
 
-def as_tuple(completion: fg.Completion) -> tuple:
+def as_tuple(completion: fg.contracts.Completion) -> tuple:
     """All of a completion but where its cache was found."""
     columns = [list(x) for x in (completion.tokens, completion.logp_sampled, completion.version)]
     assert len({len(column) for column in columns}) == 1

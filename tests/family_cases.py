@@ -11,8 +11,8 @@ import numpy as np
 import flowgrpo as fg
 from flowgrpo.batching import pack_tree, place
 
-INVALID = (fg.Status.TOOL_FAILURE, fg.Status.VERIFIER_FAILURE, fg.Status.ABORTED)
-COUNTING = tuple(status for status in fg.Status if status not in INVALID)
+INVALID = (fg.types.Status.TOOL_FAILURE, fg.types.Status.VERIFIER_FAILURE, fg.types.Status.ABORTED)
+COUNTING = tuple(status for status in fg.types.Status if status not in INVALID)
 
 
 def make_turn(rng, context: int, action: int, **more) -> fg.Turn:
@@ -37,7 +37,7 @@ def random_records(
             sizes = rng.integers(1, length), rng.integers(1, length)
             fields = {"version": int(rng.integers(3)), "anchor": int(rng.integers(2))}
             steps.append(make_turn(rng, *map(int, sizes), **fields, reward=float(rng.normal()) if by_turn else None))
-        status = fg.Status(rng.choice(INVALID if lost else COUNTING))
+        status = fg.types.Status(rng.choice(INVALID if lost else COUNTING))
         correct = outcome is not None and outcome >= 0.5
         records.append(fg.Trajectory(steps, outcome, int(group), correct, status, bool(rng.random() < 0.5)))
     for record in records[::3]:  # of the contexts that append, some have turns that begin another one
@@ -83,7 +83,7 @@ def members() -> dict[str, fg.Algorithm]:
         "flow_grpo_released": fg.algorithms.flow_grpo_released(beta=0.05),
         "grpo": fg.grpo(),
         "dr_grpo": fg.algorithms.dr_grpo(max_tokens=20),
-        "dapo": fg.algorithms.dapo(overlong=fg.Overlong(20, 10)),
+        "dapo": fg.algorithms.dapo(overlong=fg.algorithms.Overlong(20, 10)),
         "gspo": fg.algorithms.gspo(clip_low=0.1, clip_high=0.1),
         "cispo": fg.algorithms.cispo(clip_high=0.2),
         "rloo": fg.algorithms.rloo(beta=0.05, kl_in="reward"),
@@ -107,10 +107,10 @@ def everything_on(name: str) -> fg.Algorithm:
     with_kl = {"beta": 0.05, "kl_in": "loss", "kl_weighted": True}
     settings = {
         "dual_clip": 3.0,
-        "correction": fg.Correction(1.5, "sequence"),
+        "correction": fg.algorithms.Correction(1.5, "sequence"),
         "entropy_bonus": 0.02,
         "dynamic_sampling": True,
-        "overlong": fg.Overlong(20, 10),
+        "overlong": fg.algorithms.Overlong(20, 10),
         "reference_every": 10,
     }
     refused = {"kimi": {*with_kl, "dual_clip"}, "cispo": {"dual_clip"}, "dpo": {*with_kl, "dual_clip", "correction"}}
@@ -150,10 +150,10 @@ def assert_same_batch(batch: fg.Batch, expected: fg.Batch):
             np.testing.assert_array_equal(left, right, err_msg=item.name)
 
 
-def scores_of(case: Case, batch: fg.Batch, logp_ntl=None) -> fg.Scores:
+def scores_of(case: Case, batch: fg.Batch, logp_ntl=None) -> fg.contracts.Scores:
     """Lay out what the current policy says as the batch is."""
     logp_ntl = jnp.asarray(case.logp) if logp_ntl is None else logp_ntl
-    return fg.Scores(place(logp_ntl, batch), place(case.entropy, batch), place(case.value, batch))
+    return fg.contracts.Scores(place(logp_ntl, batch), place(case.entropy, batch), place(case.value, batch))
 
 
 ROWS = LENGTH = 48  # of every layout, so that a member's loss is compiled once

@@ -12,6 +12,7 @@ import jax
 
 import flowgrpo as fg
 from flowgrpo.data.tokenizer import load_tokenizer
+from flowgrpo.gateway import agent_env
 from flowgrpo.models.hf import load_model
 from flowgrpo.recipes.offline_start import write_model
 
@@ -37,7 +38,7 @@ def tiny_folder() -> Path:
 
 
 @cache
-def tiny_model() -> fg.Model:
+def tiny_model() -> fg.models.Model:
     return load_model(tiny_folder())
 
 
@@ -47,14 +48,14 @@ def make_engine(slots: int = 8, **settings) -> fg.Engine:
     return fg.Engine(
         model.policy,
         model.params,
-        fg.EngineSettings(banned=model.banned, **{**sizes, **settings}),
+        fg.generate.EngineSettings(banned=model.banned, **{**sizes, **settings}),
         detokenize=model.tokenizer.decode,
     )
 
 
 def make_env(**settings) -> fg.HostEnv:
     sizes = {"turns": TURNS, "max_tokens": MAX_TOKENS, "context_tokens": CONTEXT}
-    return fg.gateway.agent_env(tiny_model().tokenizer, **{**sizes, **settings})
+    return agent_env(tiny_model().tokenizer, **{**sizes, **settings})
 
 
 def tasks_of(count: int) -> list[fg.Task]:

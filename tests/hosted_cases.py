@@ -82,7 +82,7 @@ class Engine:
             self._answer(request, future, "cancelled")
 
     def _answer(self, request, future, reason: str) -> None:
-        whole, begun = sampled(request), request.partial or fg.Completion([], [], [], "")
+        whole, begun = sampled(request), request.partial or fg.contracts.Completion([], [], [], "")
         before = len(begun.tokens)
         assert [list(begun.tokens), list(begun.logp_sampled)] == [column[:before] for column in whole]
         assert before < len(whole[0])  # or else it was asked to go on with what has ended
@@ -99,7 +99,7 @@ class Engine:
                 self.asked[tuple(np.asarray(jax.random.key_data(request.key)).tolist())] += 1
                 reason = reason or ("stop" if tokens[-1] == STOP else "length")
             versions = [*begun.version, *[self.version] * new]
-            future.set_result(fg.Completion(tokens, logp, versions, reason or "budget"))
+            future.set_result(fg.contracts.Completion(tokens, logp, versions, reason or "budget"))
 
 
 def sampled(request) -> tuple[list[int], list[float]]:

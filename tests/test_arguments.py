@@ -15,7 +15,7 @@ from flowgrpo.training import loop
 from flowgrpo.training.run_dir import check_run
 
 NO_NUMBERS = (nan, inf, -inf, True, "3", [1])
-TASKS = fg.Tasks((fg.Task("a", "q", ("1",), "d"),))
+TASKS = fg.data.Tasks((fg.Task("a", "q", ("1",), "d"),))
 RATE = fg.adamw(0.1)
 TURN: dict[str, Any] = {"tokens": [5, 6], "chosen": [False, True], "logp_sampled": [0.0, -1.0]}
 
@@ -41,13 +41,13 @@ NUMBERS = {  # constructor -> what is wrong of each argument beside what is no n
         ("queries", "samples", "oversample", "mini_batches", "epochs", "min_decode_batch"), COUNT
     )
     | {"micro_rows": COUNT, "temperature": POSITIVE},
-    fg.UpdateSettings: dict.fromkeys(("micro_rows", "epochs", "mini_batches", "chunk"), COUNT)
+    fg.learner.UpdateSettings: dict.fromkeys(("micro_rows", "epochs", "mini_batches", "chunk"), COUNT)
     | {"temperature": POSITIVE},
     partial(fg.Turn, **TURN): {"reward": ()},
     partial(fg.Sizes, prompt=1, observation=1, turns=1): {"action": COUNT},
     partial(fg.Sizes(1, 1, 1, 1)._replace): {"turns": COUNT},
-    fg.Correction: {"cap": POSITIVE},
-    partial(fg.Overlong, max_tokens=9): {"buffer": (0, 10, 1.5)},
+    fg.algorithms.Correction: {"cap": POSITIVE},
+    partial(fg.algorithms.Overlong, max_tokens=9): {"buffer": (0, 10, 1.5)},
     fg.flow_grpo: {"beta": LEAST_0, "entropy_bonus": LEAST_0, "clip_high": LEAST_0, "clip_low": (-0.1, 1.5)}
     | {"dual_clip": (1.0,), "reference_every": COUNT},
     fg.ppo: {"gamma": SHARE, "lam": SHARE, "value_clip": POSITIVE, "value_coefficient": LEAST_0},
@@ -67,16 +67,16 @@ NUMBERS = {  # constructor -> what is wrong of each argument beside what is no n
     fg.arithmetic: {"base": (1, 2.5), "turns": (8,)},
     Flaws: {"swap": SHARE, "order": ((0.1, 0.1), (0.1, 0.1, 0.1, nan))},
     fg.maze: {"width": (1, 2.5), "turns": (11,), "slip": SHARE},
-    fg.Limits: {"seconds": POSITIVE, "memory": POSITIVE},
-    fg.LoraConfig: {"rank": COUNT, "alpha": POSITIVE},
+    fg.sandbox.Limits: {"seconds": POSITIVE, "memory": POSITIVE},
+    fg.models.LoraConfig: {"rank": COUNT, "alpha": POSITIVE},
     partial(fg.tool, say): {"timeout": POSITIVE},
-    partial(fg.toolset, [fg.tool(say)]): {"timeout": POSITIVE, "concurrency": COUNT, "cache_size": COUNT},
-    partial(fg.remote, "http://localhost", "m"): {"timeout": POSITIVE, "retries": (-1,), "concurrency": COUNT},
+    partial(fg.tools.toolset, [fg.tool(say)]): {"timeout": POSITIVE, "concurrency": COUNT, "cache_size": COUNT},
+    partial(fg.generate.remote, "http://localhost", "m"): {"timeout": POSITIVE, "retries": (-1,), "concurrency": COUNT},
     partial(fg.agent.endpoint_role, None): {"max_tokens": COUNT, "temperature": LEAST_0, "deadline": POSITIVE},
     partial(fg.agent.frozen_role, None, None): {"max_tokens": COUNT, "prompt_tokens": COUNT, "top_k": COUNT}
     | {"temperature": POSITIVE, "deadline": POSITIVE},
     partial(fg.agent.single_turn, None): {"max_tokens": COUNT},
-    fg.EngineSettings: {"max_recorded_top_k": (-1, 65), "slots": COUNT, "chunk": COUNT},
+    fg.generate.EngineSettings: {"max_recorded_top_k": (-1, 65), "slots": COUNT, "chunk": COUNT},
     partial(fg.data.batch_at, TASKS, 0, 0): {"size": COUNT},
     share_tasks: {"train": SHARE},
 }

@@ -14,7 +14,7 @@ def test_policy_apply_composes_hidden_and_unembed():
         assert segments is None
         return params * tokens, cache + 1
 
-    policy = fg.Policy(init=lambda key: key, hidden=hidden, unembed=lambda params, hidden: hidden - params)
+    policy = fg.contracts.Policy(init=lambda key: key, hidden=hidden, unembed=lambda params, hidden: hidden - params)
     logits, cache = policy.apply(jnp.float32(2.0), jnp.array([1.0, 3.0]), cache=4)
     np.testing.assert_allclose(logits, [0.0, 4.0])
     assert cache == 5

@@ -39,9 +39,8 @@ WITH_PYTHON = [
 def test_python_examples_run_one_after_another(page, capsys, tmp_path, monkeypatch):
     """Each example may use what the ones before it made; what a comment behind a print promises is printed."""
     monkeypatch.chdir(tmp_path)  # what they write
-    sources = "\f".join(blocks(page, "python")).replace("fg.launch.configure()", "")  # the tests have started a backend
     namespace: dict = {"__name__": "page"}
-    for source in sources.split("\f"):
+    for source in blocks(page, "python"):
         exec(compile(source, page, "exec"), namespace)
         printed = capsys.readouterr().out
         for promised in PROMISE.findall(source):

@@ -5,8 +5,8 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "flowgrpo"
@@ -84,13 +84,16 @@ def test_the_pure_core_has_no_effects_and_only_distributed_imports_ray():
 def test_importing_has_no_effect():
     """No flag, device, thread or file: JAX's backend has not started after importing everything."""
     program = f"""
-import sys, threading
-before = threading.active_count()
+import os, sys, threading
+before, flags = threading.active_count(), os.environ.get("XLA_FLAGS")
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 for name in {MODULES!r}:
     __import__(name.removesuffix(".__init__"))
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized(), "a backend was started"
 assert threading.active_count() == before, "a thread was started"
+import jax
+assert os.environ.get("XLA_FLAGS") == flags and jax.config.jax_compilation_cache_dir is None, "JAX was configured"
 heavy = {{"torch", "ray", "transformers", "matplotlib", "mcp", "bm25s"}} & set(sys.modules)
 assert not heavy, "a heavy module was imported"
 from absl import flags
@@ -104,7 +107,8 @@ def public_names() -> dict[str, object]:
     import flowgrpo as fg
 
     offered = {name: getattr(fg, name) for name in fg.__all__}
-    folders = {name: value for name, value in offered.items() if isinstance(value, ModuleType)}
+    names = {part(module) for module in MODULES if module.count(".") > 1} | {"contracts", "types", "masked", "launch"}
+    folders = {name: import_module(f"flowgrpo.{name}") for name in names}
     inside = {f"{name}.{own}": value for name, one in folders.items() for own, value in vars(one).items()}
     return offered | {name: value for name, value in inside.items() if not name.split(".")[1].startswith("_")}
 

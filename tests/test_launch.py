@@ -96,6 +96,86 @@ def test_late_configuration_raises_unless_unchanged(monkeypatch):
         launch.join("127.0.0.1:9000", 2, 0)
 
 
+BY_DEFAULT = """
+import os, sys
+import flowgrpo as fg
+from flowgrpo import launch
+from flowgrpo.envs import lookup
+import jax
+jax.config.update("jax_compilation_cache_dir", None)
+jax.config.update("jax_platforms", "cpu")
+
+def settings():
+    folder = jax.config.jax_compilation_cache_dir
+    return os.environ["XLA_FLAGS"], folder and folder == str(launch.user_cache_folder())
+
+print(settings())
+fg.lookup
+print(settings())
+fg.launch.configure(cpu_devices=2)
+from flowgrpo import flow_grpo
+print(len(jax.devices()), settings())
+"""
+
+
+def test_the_first_name_of_the_package_configures_jax(run, tmp_path, monkeypatch):
+    """Not an import from a folder; and `configure` with other settings may follow until the backend starts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = run(BY_DEFAULT)
+    flag = launch.NO_FLAWED_FUSION
+    assert done.stdout.splitlines() == [
+        "('', None)",
+        f"('{flag}', True)",
+        f"2 ('{flag} {launch.ONE_THREAD}', True)",
+    ], done.stderr
+
+
+@pytest.fixture
+def first(early, monkeypatch):  # noqa: ARG001
+    """As if no name of the package had been used, in an environment without settings."""
+    monkeypatch.setattr(launch, "_DEFAULT_TAKEN", Event())
+    monkeypatch.delenv(launch.BY_DEFAULT, raising=False)
+    folders = []
+    monkeypatch.setattr(launch, "_set_compilation_cache", folders.append)
+    return folders
+
+
+def test_default_configuration_is_once_and_leaves_what_was_chosen(first, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"{launch.NO_FLAWED_FUSION}DOT")
+    for _ in range(2):
+        launch.configure_by_default()
+    assert (os.environ["XLA_FLAGS"], first) == (f"{launch.NO_FLAWED_FUSION}DOT", [launch.USER])
+
+
+@pytest.mark.parametrize("how", ["environment", "configure"])
+def test_default_configuration_does_nothing_if_refused_or_done(first, monkeypatch, how):
+    if how == "environment":
+        monkeypatch.setenv(launch.BY_DEFAULT, "0")
+    else:
+        launch.configure(compilation_cache=None)
+    flags = os.environ["XLA_FLAGS"]
+    launch.configure_by_default()
+    assert (os.environ["XLA_FLAGS"], first) == (flags, [] if how == "environment" else [None])
+
+
+@pytest.mark.parametrize(
+    ("flags", "jaxlib", "warns"),
+    [("", "flawed", True), (f"--a {launch.NO_FLAWED_FUSION}DOT", "flawed", False), ("", "0.99.0", False)],
+)
+def test_a_started_backend_gets_a_cache_and_a_warning_if_its_jaxlib_is_flawed(
+    first, monkeypatch, recwarn, flags, jaxlib, warns
+):
+    monkeypatch.setattr(launch, "_backend_started", STARTED)
+    monkeypatch.setattr(launch, "version", lambda _: launch.FLAWED_JAXLIB[0] if jaxlib == "flawed" else jaxlib)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    for _ in range(2):
+        launch.configure_by_default()
+    messages = [str(warning.message) for warning in recwarn]
+    assert len(messages) == warns
+    assert all(f"set XLA_FLAGS={launch.NO_FLAWED_FUSION}" in message for message in messages)
+    assert (os.environ["XLA_FLAGS"], first) == (flags, [launch.USER])
+
+
 @pytest.mark.usefixtures("early")
 @pytest.mark.parametrize("exact", [True, False])
 def test_exactness_is_opt_in(monkeypatch, exact):

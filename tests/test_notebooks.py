@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from commands import ROOT, xla_flags
 
+from flowgrpo.launch import NO_FLAWED_FUSION
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ALLOWED = {"flowgrpo", "jax", "flax", "numpy", "matplotlib", "optax", "tokenizers", "transformers"}
 # The short form, for CI: constants that a notebook assigns at the top level, made smaller. What its cells assert holds
@@ -72,7 +74,9 @@ def test_cells_run_and_their_claims_hold(path, short, tmp_path):
     script = tmp_path / "cells.py"
     script.write_text(source)
     level = int(path.stem[0] in COMPUTES_MUCH) if short else 1
-    environment = os.environ | {"XLA_FLAGS": xla_flags(level), "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+    # Without the flag that `launch` adds: a notebook that makes an array before it uses a name of `fg` gets a warning.
+    flags = " ".join(flag for flag in xla_flags(level).split() if flag != NO_FLAWED_FUSION)
+    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     command = [sys.executable, "-W", "error", script.name]
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -80,10 +84,8 @@ def test_cells_run_and_their_claims_hold(path, short, tmp_path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_imports_the_package_and_what_it_depends_on_and_begins_with_configure(path):
+def test_imports_the_package_and_what_it_depends_on(path):
     assert imported(path) <= ALLOWED | set(sys.stdlib_module_names)
-    assert "launch.configure()" in sources(path)[0]
-    assert "jax" not in sources(path)[0].replace("JAX", "")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

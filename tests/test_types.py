@@ -62,8 +62,8 @@ def test_map_axis_changes_every_field_that_has_the_axis(tree):
 
 def test_F5_which_endings_count_and_which_bootstrap():
     counting, cut = ["FINISHED", "TURN_LIMIT", "TOKEN_LIMIT", "TIMEOUT", "REPETITION"], ["TURN_LIMIT", "TOKEN_LIMIT"]
-    found = one_each(len(fg.Status), status=np.array(fg.Status))
-    for status, valid, bootstraps in zip(fg.Status, found.valid, found.bootstraps, strict=True):
+    found = one_each(len(fg.types.Status), status=np.array(fg.types.Status))
+    for status, valid, bootstraps in zip(fg.types.Status, found.valid, found.bootstraps, strict=True):
         expected = (status.name in counting, status.name in cut)
         assert (valid, bootstraps) == (COUNTS[status], BOOTSTRAPS[status]) == fg.types.ENDINGS[status][:2] == expected
 
@@ -103,17 +103,19 @@ def test_loss_mask_is_chosen_tokens_of_non_zero_weight():
 
 
 def test_A6_ledgers_add_and_account_for_every_token():
-    left = fg.types.Ledger(5, {fg.Fate.TRAINED: 3, fg.Fate.DROPPED_TOO_LONG: 2})
-    right = fg.types.Ledger(4, {fg.Fate.TRAINED: 1, fg.Fate.MASKED_INVALID: 3})
-    total = fg.types.Ledger(9, {fg.Fate.TRAINED: 4, fg.Fate.DROPPED_TOO_LONG: 2, fg.Fate.MASKED_INVALID: 3})
+    left = fg.types.Ledger(5, {fg.types.Fate.TRAINED: 3, fg.types.Fate.DROPPED_TOO_LONG: 2})
+    right = fg.types.Ledger(4, {fg.types.Fate.TRAINED: 1, fg.types.Fate.MASKED_INVALID: 3})
+    total = fg.types.Ledger(
+        9, {fg.types.Fate.TRAINED: 4, fg.types.Fate.DROPPED_TOO_LONG: 2, fg.types.Fate.MASKED_INVALID: 3}
+    )
     assert left + right == total.check() == right + left
     assert left + fg.types.Ledger().check() == left
-    assert {fate.name.split("_")[0] for fate in fg.Fate} == {"TRAINED", "MASKED", "DROPPED"}
+    assert {fate.name.split("_")[0] for fate in fg.types.Fate} == {"TRAINED", "MASKED", "DROPPED"}
 
 
 @pytest.mark.parametrize(("trained", "masked"), [(6, 3), (8, 3), (11, -1)])
 def test_A6_counts_that_do_not_add_up_raise(trained, masked):
-    ledger = fg.types.Ledger(10, {fg.Fate.TRAINED: trained, fg.Fate.MASKED_INVALID: masked})
+    ledger = fg.types.Ledger(10, {fg.types.Fate.TRAINED: trained, fg.types.Fate.MASKED_INVALID: masked})
     words = f"10 tokens were generated, but {trained + masked} are accounted for: trained {trained}, masked_invalid"
     with pytest.raises(AssertionError, match=f"^{words} {masked}$"):
         ledger.check()

@@ -40,7 +40,7 @@ def hidden_tree(params, tokens, positions, _ends):
     return hidden(params, tokens, positions)[0]
 
 
-BIGRAMS = fg.Policy(init, hidden, lambda params, x: x @ params["unembed"], hidden_tree=hidden_tree)
+BIGRAMS = fg.contracts.Policy(init, hidden, lambda params, x: x @ params["unembed"], hidden_tree=hidden_tree)
 SCORE = jax.jit(make_score(BIGRAMS, **SETTINGS))
 OPTIMIZERS = {"sgd": optax.sgd(1.0), "adam": adamw(0.01, clip_norm=0.5)}
 PLAIN = fg.flow_grpo(beta=0.0)
@@ -51,7 +51,7 @@ DIAGNOSTICS = DiagnosticsSettings(warns=False)  # no policy has sampled the case
 def compiled(
     algorithm: fg.Algorithm = PLAIN,
     optimizer: str = "sgd",
-    policy: fg.Policy = BIGRAMS,
+    policy: fg.contracts.Policy = BIGRAMS,
     *,
     score=None,
     trainable: TrainableSubset = ALL_PARAMS,
@@ -108,7 +108,7 @@ def near(trajectories: fg.Trajectories, score, params, drift: float, seed: int =
     """The trajectories with log-probabilities as if the policy had sampled them some `drift` ago."""
     ones = np.ones(trajectories.tokens.shape, np.float32)
     batch = fg.batching.rows_by_trajectory(trajectories, ones, ones)
-    logp_ntl = np.asarray(fg.unpack(score(params, batch).logp, batch, ones.shape))
+    logp_ntl = np.asarray(fg.batching.unpack(score(params, batch).logp, batch, ones.shape))
     rng = np.random.default_rng(seed)
     moved = [logp_ntl + drift * rng.normal(size=ones.shape).astype(np.float32) for _ in range(2)]
     return trajectories.replace(logp_sampled=moved[0], logp_old=moved[0], logp_ref=moved[1])

@@ -187,7 +187,7 @@ def check_options(name: str, options: Options) -> None:
     for field, kind in (("correction", Correction), ("overlong", Overlong)):
         value = getattr(options, field)
         if not isinstance(value, kind | None):
-            raise BadInput(f"{name}: {field} is {value!r}, but must be a fg.{kind.__name__}")
+            raise BadInput(f"{name}: {field} is {value!r}, but must be a fg.algorithms.{kind.__name__}")
 
 
 def check_choice(name: str, field: str, value, choices: tuple[str, ...]) -> None:

@@ -57,7 +57,7 @@ def flow_grpo(
 ) -> Algorithm:
     """Flow-GRPO as its paper writes it (Li et al., 2025): trajectory statistics, trajectory-turn-token mean.
 
-    `options` are those of `fg.Options`, whose docstring says what each does.
+    `options` are those of `fg.algorithms.Options`, whose docstring says what each does.
     """
     return _clipped(
         "flow_grpo",

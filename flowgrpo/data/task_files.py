@@ -101,7 +101,7 @@ def read_tasks(
 
 
 def batches(
-    tasks: str | Path | Sequence[Task], size: int, *, seed: int = 0, epochs: int | None = None
+    tasks: str | Path | Tasks | Sequence[Task], size: int, *, seed: int = 0, epochs: int | None = None
 ) -> Iterator[list[Task]]:
     """Batches of `size` tasks in the shuffled order of `tasks.task_at`: a permutation for each epoch.
 
@@ -111,13 +111,13 @@ def batches(
         seed: of the order.
         epochs: how often each task is seen, with a shorter last batch for what is left; None: endless.
     """
-    tasks = read_tasks(tasks) if isinstance(tasks, str | Path) else tasks
+    pool: Tasks | Sequence[Task] = read_tasks(tasks) if isinstance(tasks, str | Path) else tasks
     check_range("batches", "size", size, 1, whole=True)
     check_range("batches", "epochs", epochs, 1, whole=True, optional=True)
-    task_at(tasks, seed, 0)  # raises if there is none
-    total = None if epochs is None else epochs * len(tasks)
+    task_at(pool, seed, 0)  # raises if there is none
+    total = None if epochs is None else epochs * len(pool)
     starts = count(0, size) if total is None else range(0, total, size)
-    return (batch_at(tasks, seed, i, size if total is None else min(size, total - i))[0] for i in starts)
+    return (batch_at(pool, seed, i, size if total is None else min(size, total - i))[0] for i in starts)
 
 
 def parse_fields(pairs: list[str]) -> dict[str, str]:

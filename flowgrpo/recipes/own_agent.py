@@ -1,6 +1,6 @@
 """The recipe of a run on an agent of your own, a program or a function, whose model is trained.
 
-    fg.train_agent(agent, "tasks.jsonl", reward, model="path/of/model", folder="runs/mine")
+    fg.recipes.own_agent.train_agent(agent, "tasks.jsonl", reward, model="path/of/model", folder="runs/mine")
 
     result = train(config, "runs/mine")            config: `preset(model, agent="python my_agent.py", tasks=...)`
     with build(config, folder) as setup: ...       the parts; gateway, agents and engine are closed with the block

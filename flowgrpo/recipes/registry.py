@@ -54,12 +54,14 @@ ENVIRONMENTS: dict[str, Callable[..., Env]] = {
 
 
 def make_tool(name: str) -> Tool:
-    """The tool that `MODULE:NAME` names: an `fg.Tool`, or a function with types and a docstring."""
+    """The tool that `MODULE:NAME` names: an `fg.contracts.Tool`, or a function with types and a docstring."""
     value = import_named(name, "tool")
     if isinstance(value, Tool):
         return value
     if not inspect.isfunction(value):
-        raise BadInput(f"tool {name!r} is {value!r:.80}: name a function with types and a docstring, or an fg.Tool")
+        raise BadInput(
+            f"tool {name!r} is {value!r:.80}: name a function with types and a docstring, or an fg.contracts.Tool"
+        )
     return tool(value)
 
 

@@ -1,6 +1,6 @@
 """Record demonstrations on a host environment, in exact tokens: an expert's actions are run with the real tools.
 
-    records = demonstrate(env, tasks, expert, tokenizer=model.tokenizer, call_tool=tools.call_tool)    fg.demonstrate
+    records = demonstrate(env, tasks, expert, tokenizer=model.tokenizer, call_tool=tools.call_tool)
     batch = packed_imitation(records, row_length=1024)                                          learner/imitation.py
 
 An expert is a function from a task to its actions, one after the other. To imitate another model, take the texts of

@@ -43,7 +43,7 @@ def expected_gradient(student: Table, teacher: Table) -> Table:
     batch = fg.batching.rows_by_trajectory(x, algorithm.advantages(x), algorithm.weights(x))
     chance_n = np.exp(np.asarray(student.logp()).sum(axis=1))
     batch = batch.replace(weight=batch.weight * len(EVERY) * chance_n[:, None])
-    loss = jax.jit(lambda one: algorithm.loss(fg.Scores(Table(one).logp()), batch)[0])
+    loss = jax.jit(lambda one: algorithm.loss(fg.contracts.Scores(Table(one).logp()), batch)[0])
     return Table(jax.grad(loss)(dict(student)))
 
 

@@ -171,7 +171,7 @@ def test_F7_on_policy_gradient_is_the_plain_policy_gradient(name):
     assert metrics.get("clip_low_fraction", 0.0) == metrics.get("clip_high_fraction", 0.0) == 0.0
     if name != "dpo":
         np.testing.assert_allclose(metrics["ratio"], metrics["weight"], rtol=1e-6)
-        expected_ntl = fg.unpack(-batch.weight * batch.advantage, batch, case.logp.shape)
+        expected_ntl = fg.batching.unpack(-batch.weight * batch.advantage, batch, case.logp.shape)
         slope_ntl = loss_and_slopes(algorithm, on_policy, batch)[1]
         np.testing.assert_allclose(slope_ntl, expected_ntl, rtol=1e-5, atol=1e-8)
 

@@ -30,7 +30,7 @@ def evaluated(algorithm, ratios, advantage, *, entropy=None, **fields):
     entropy_rs = None if entropy is None else jnp.asarray([entropy], jnp.float32)
 
     def loss(logp_rs, batch):
-        return algorithm.loss(fg.Scores(logp_rs, entropy_rs), batch)
+        return algorithm.loss(fg.contracts.Scores(logp_rs, entropy_rs), batch)
 
     run, logp_rs = jax.jit(jax.value_and_grad(loss, has_aux=True)), jnp.asarray(-1.0 + LN([ratios]), jnp.float32)
     (value, metrics), slope_rs = run(logp_rs, tiny(len(ratios), advantage, **fields))
@@ -45,7 +45,7 @@ bonus = fg.flow_grpo(beta=0.0, entropy_bonus=0.1)
 
 
 def corrected(*settings, beta=0.0, **more) -> fg.Algorithm:
-    return fg.flow_grpo(beta=beta, correction=fg.Correction(*settings, **more))
+    return fg.flow_grpo(beta=beta, correction=fg.algorithms.Correction(*settings, **more))
 
 
 # What it shows: member, ratios, advantages, more fields of the batch; loss, slopes.
@@ -110,12 +110,12 @@ def test_kl_kinds_by_hand_and_without_bias():
 
 def test_overlong_penalty_by_hand():
     """Limit 20, buffer 10: nothing up to 10 tokens, half at 15, all from 20 on."""
-    penalty_n = fg.algorithms.overlong_penalty(np.array([1, 10, 15, 20, 50]), fg.Overlong(20, 10))
+    penalty_n = fg.algorithms.overlong_penalty(np.array([1, 10, 15, 20, 50]), fg.algorithms.Overlong(20, 10))
     np.testing.assert_allclose(penalty_n, [0, 0, -0.5, -1, -1])
 
 
 def test_metrics_are_weighted_sums():
-    algorithm = fg.flow_grpo(beta=0.1, correction=fg.Correction(2.0))
+    algorithm = fg.flow_grpo(beta=0.1, correction=fg.algorithms.Correction(2.0))
     fields = {"weight": [0.5, 0.25, 0.25], "mismatch": LN([4.0, 2.0, 0.5]), "entropy": [2.0, 1.0, 3.0]}
     *_, found = evaluated(algorithm, [1.5, 0.5, 1.0], [1, -1, 1], **fields)
     assert found == pytest.approx(
@@ -151,7 +151,7 @@ def test_dpo_pairs_best_and_worst_of_each_group():
     """Ties go to the first; a constant group and a group with one valid member give no pair."""
     turn = fg.Turn([1, 2], [False, True], [0.0, -1.0])
     outcomes = [(1, 0.0), (1, 1.0), (1, 1.0), (2, 0.5), (2, 0.5), (3, 1.0), (3, None), (1, 0.0)]
-    ends = {True: fg.Status.ABORTED, False: fg.Status.FINISHED}
+    ends = {True: fg.types.Status.ABORTED, False: fg.types.Status.FINISHED}
     trajectories = fg.collate([fg.Trajectory([turn], r, g, status=ends[r is None]) for g, r in outcomes])
     pairs, sides, weights = jax.jit(lambda x: (dpo_pairs(x), *(part(x) for part in fg.dpo()[1:3])))(trajectories)
     used = np.asarray(pairs.valid)
@@ -163,7 +163,7 @@ def test_dpo_pairs_best_and_worst_of_each_group():
 def test_ppo_value_loss_takes_the_larger_square():
     """Value moved from 0 to 1 past the clip of 0.2: for a target of 3 the near one is worse, (0.2 - 3)^2."""
     batch = tiny(1, [0]).replace(value_old=np.zeros((1, 1), np.float32), target=np.full((1, 1), 3.0, np.float32))
-    scores = fg.Scores(jnp.full((1, 1), -1.0), value=jnp.ones((1, 1)))
+    scores = fg.contracts.Scores(jnp.full((1, 1), -1.0), value=jnp.ones((1, 1)))
     loss, metrics = fg.ppo(value_coefficient=0.25).loss(scores, batch)
     assert [float(metrics[name]) for name in ("value_loss", "value", "target")] == pytest.approx([0.5 * 2.8**2, 1, 3])
     assert float(loss) == pytest.approx(0.125 * 2.8**2, rel=1e-5)
@@ -179,12 +179,12 @@ REFUSED = {
     "there is none; set beta and kl_in": lambda: fg.algorithms.dapo(kl_weighted=True),
     "there is none; set beta": lambda: fg.grpo(kl_in="reward", kl_weighted=True),
     "clip_low is 1.5, but a ratio is never below 0": lambda: fg.grpo(clip_low=1.5),
-    "low is 3.0, but must be at least 0 and at most 2": lambda: fg.Correction(low=3.0),
-    "level is 'row', but must be one of token": lambda: fg.Correction(level="row"),
-    "overlong is (9, 3), but must be a fg.Overlong": lambda: fg.algorithms.dapo(overlong=(9, 3)),
+    "low is 3.0, but must be at least 0 and at most 2": lambda: fg.algorithms.Correction(low=3.0),
+    "level is 'row', but must be one of token": lambda: fg.algorithms.Correction(level="row"),
+    "overlong is (9, 3), but must be a fg.algorithms.Overlong": lambda: fg.algorithms.dapo(overlong=(9, 3)),
     "cispo can't honour dual_clip": lambda: cispo(dual_clip=3.0),
     "kimi can't honour beta": lambda: fg.algorithms.kimi(beta=jnp.float32(0.0)),
-    "dpo can't honour correction": lambda: fg.dpo(correction=fg.Correction()),
+    "dpo can't honour correction": lambda: fg.dpo(correction=fg.algorithms.Correction()),
     "kind is 'k9', but must be one of k1, k2, k3": lambda: kl_estimate(jnp.zeros(1), jnp.zeros(1), "k9"),
 }
 
@@ -196,7 +196,14 @@ def test_bad_options_are_named(words):
 
 
 def test_settings_at_their_bounds_are_accepted():
-    fg.grpo(clip_low=1.0, clip_high=0.0, beta=0.0, entropy_bonus=0.0, reference_every=1, overlong=fg.Overlong(1, 1))
+    fg.grpo(
+        clip_low=1.0,
+        clip_high=0.0,
+        beta=0.0,
+        entropy_bonus=0.0,
+        reference_every=1,
+        overlong=fg.algorithms.Overlong(1, 1),
+    )
     fg.algorithms.kimi(beta=0.0, dual_clip=None)
     fg.algorithms.dr_grpo(max_tokens=1)
     options = read_options("grpo", {"kl_in": "reward", "beta": 0.1})
@@ -220,4 +227,4 @@ LACKING = [
 @pytest.mark.parametrize(("field", "call"), LACKING, ids=[field for field, _ in LACKING])
 def test_fields_that_a_setting_needs_are_named(field, call):
     with pytest.raises(fg.BadInput, match=field):
-        call(fg.Scores(jnp.full((1, 1), -1.0)), tiny(1, [1]).replace(logp_ref=None))
+        call(fg.contracts.Scores(jnp.full((1, 1), -1.0)), tiny(1, [1]).replace(logp_ref=None))

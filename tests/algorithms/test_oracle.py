@@ -54,7 +54,7 @@ def ours(algorithm: fg.Algorithm, case: Case) -> tuple:
     batch = batch_of(algorithm, case.trajectories)
 
     def loss(logp_ntl, entropy_ntl):
-        return algorithm.loss(fg.Scores(place(logp_ntl, batch), place(entropy_ntl, batch)), batch)[0]
+        return algorithm.loss(fg.contracts.Scores(place(logp_ntl, batch), place(entropy_ntl, batch)), batch)[0]
 
     value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(jnp.asarray(case.logp), jnp.asarray(case.entropy))
     return value, *gradients[: 1 + ("entropy" in algorithm.needs)]
@@ -199,7 +199,7 @@ gspo = partial(fg.algorithms.gspo, clip_low=0.1, clip_high=0.1, eps=TRL_EPS)
 
 # Each with the settings that make TRL's trainer the same one. A sequence is a turn's action here and the whole
 # completion there: the same where there is one turn.
-CAPPED, CUT = (fg.Correction(1.2, "sequence", mask=mask) for mask in (False, True))
+CAPPED, CUT = (fg.algorithms.Correction(1.2, "sequence", mask=mask) for mask in (False, True))
 BY_SEQUENCE = {
     "gspo": (gspo(), AS_GSPO),
     "gspo, KL": (gspo(**KL), AS_GSPO | KL),
@@ -212,11 +212,11 @@ BY_TOKEN = {
     "grpo, dual clip": (grpo(dual_clip=1.3), AS_GRPO | {"delta": 1.3}),
     "dr_grpo, KL": (dr_grpo(**KL), AS_DR_GRPO | KL),
     "dapo": (dapo(), AS_DAPO),
-    "dapo, token correction": (dapo(correction=fg.Correction(1.2)), AS_DAPO | corrected("token_truncate")),
-    "dapo, token mask": (dapo(correction=fg.Correction(1.2, mask=True)), AS_DAPO | corrected("token_mask")),
+    "dapo, token correction": (dapo(correction=fg.algorithms.Correction(1.2)), AS_DAPO | corrected("token_truncate")),
+    "dapo, token mask": (dapo(correction=fg.algorithms.Correction(1.2, mask=True)), AS_DAPO | corrected("token_mask")),
     **{
         f"dapo, token {mode} on both sides": (
-            dapo(correction=fg.Correction(1.2, mask=mode == "mask", low=0.9)),
+            dapo(correction=fg.algorithms.Correction(1.2, mask=mode == "mask", low=0.9)),
             AS_DAPO | corrected(f"token_{mode}", 0.9),
         )
         for mode in ("truncate", "mask")
@@ -263,7 +263,7 @@ def test_advantages_equal_trl(oracle, normalize, kind, settings):
 def test_overlong_penalty_equals_trl(oracle, max_tokens, buffer):
     length_n = np.arange(max_tokens + buffer)
     expected_n = oracle.overlong(max_tokens, buffer)([[1] * int(length) for length in length_n])
-    check([(fg.algorithms.overlong_penalty(length_n, fg.Overlong(max_tokens, buffer)),)], [(expected_n,)])
+    check([(fg.algorithms.overlong_penalty(length_n, fg.algorithms.Overlong(max_tokens, buffer)),)], [(expected_n,)])
 
 
 # DPO ----------------------------------------------------------------------------------------------------------

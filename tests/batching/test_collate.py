@@ -73,7 +73,7 @@ def test_reward_is_by_turn_if_turns_have_rewards_else_the_outcome():
 
 def test_F5_invalid_endings_need_no_outcome():
     for outcome in (None, np.nan, np.inf):
-        record = a_record(outcome=outcome, status=fg.Status.VERIFIER_FAILURE)
+        record = a_record(outcome=outcome, status=fg.types.Status.VERIFIER_FAILURE)
         assert fg.collate([record, a_record()]).valid.tolist() == [False, True]
 
 
@@ -132,7 +132,7 @@ UNUSABLE = [
             after_two(a_record(outcome=None, status=status)),
             f"trajectory 2 is {status.name} but its outcome is None: give",
         )
-        for status in fg.Status
+        for status in fg.types.Status
         if fg.types.ENDINGS[status].counts
     ),
     (after_two(a_record(outcome=np.nan, status=3)), "trajectory 2 is TIMEOUT but its outcome is nan"),

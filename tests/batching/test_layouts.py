@@ -14,7 +14,7 @@ import flowgrpo as fg
 
 N, T, L = 6, 3, 8  # one shape for all seeds, so that each layout compiles once
 SEEDS = range(4)
-PLACE, UNPACK = jax.jit(fg.batching.place), jax.jit(fg.unpack, static_argnums=2)
+PLACE, UNPACK = jax.jit(fg.batching.place), jax.jit(fg.batching.unpack, static_argnums=2)
 each_plain = pytest.mark.parametrize("layout", PLAIN)
 each_layout = pytest.mark.parametrize("layout", ["packed", "trees", *PLAIN])
 

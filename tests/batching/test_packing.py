@@ -238,18 +238,21 @@ def test_wrong_shapes_are_named(source, changes, message):
 
 @given(SEEDS, st.sampled_from([WHOLE, SPLIT, DROP]), st.booleans())
 def test_A6_every_token_is_trained_masked_or_dropped(seed, into, skip):
-    case, expected = learned(seed), dict.fromkeys([fate for fate in fg.Fate if fate <= fg.Fate.DROPPED_NO_SIGNAL], 0)
+    case, expected = (
+        learned(seed),
+        dict.fromkeys([fate for fate in fg.types.Fate if fate <= fg.types.Fate.DROPPED_NO_SIGNAL], 0),
+    )
     valid_n, signal_n, length_nt = np.asarray(case.dense.valid), case.taking_part(True), case.dense.length
     for i, t, slot in np.argwhere(case.dense.chosen):
         context_t = np.cumsum(case.dense.starts_context[i])
         longest = max(length_nt[i][context_t == context].sum() for context in context_t)
         if case.weights[i, t, slot] == 0:
-            fate = fg.Fate.MASKED_WEIGHTLESS if valid_n[i] else fg.Fate.MASKED_INVALID
+            fate = fg.types.Fate.MASKED_WEIGHTLESS if valid_n[i] else fg.types.Fate.MASKED_INVALID
         elif skip and not signal_n[i]:
-            fate = fg.Fate.DROPPED_NO_SIGNAL
+            fate = fg.types.Fate.DROPPED_NO_SIGNAL
         else:
             fits = into == SPLIT or longest <= into["row_length"]
-            fate = fg.Fate.TRAINED if fits else fg.Fate.DROPPED_TOO_LONG
+            fate = fg.types.Fate.TRAINED if fits else fg.types.Fate.DROPPED_TOO_LONG
         expected[fate] += 1
     batch, adv = case.pack(**into, skip_no_signal=skip), case.adv if skip else None
     ledger = fg.types.Ledger(int(case.dense.chosen.sum()), expected)

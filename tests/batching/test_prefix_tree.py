@@ -19,7 +19,7 @@ from flowgrpo.batching.prefix_tree import count_tokens, make_packer, pack_tree, 
 from flowgrpo.types import PrefixTree, check_axes
 
 SEEDS = st.integers(0, 10_000)
-UNPACK = jax.jit(fg.unpack, static_argnums=2)
+UNPACK = jax.jit(fg.batching.unpack, static_argnums=2)
 
 
 class Packed(NamedTuple):

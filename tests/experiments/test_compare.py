@@ -176,7 +176,7 @@ def test_turn_rewards_are_answered_calls_and_the_outcome_at_the_end():
             called = bool(rollout.tool[n, turn] >= 0) and not bool(rollout.error[n, turn])
             expected = float(called) + (float(paid.outcome[n]) if turn == turns - 1 else 0.0)
             assert float(paid.reward[n, turn]) == expected
-    adv_nt = np.asarray(study_arms.reward_zscore(paid, None, paid.valid, fg.Options()))
+    adv_nt = np.asarray(study_arms.reward_zscore(paid, None, paid.valid, fg.algorithms.Options()))
     assert adv_nt.shape == paid.turns.shape
     assert (adv_nt[~np.asarray(paid.turns)] == 0).all()
     own = np.asarray(paid.group) == 0

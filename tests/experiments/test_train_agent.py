@@ -59,7 +59,7 @@ def length(_task: fg.Task, output: str) -> fg.RewardResult:
 
 
 def train(folder: Path, tasks: Path, **settings) -> dict:
-    return fg.train_agent(
+    return fg.recipes.own_agent.train_agent(
         talkative, tasks, length, model=tiny_folder(), folder=folder, every=1, **{**SMALL, **settings}
     )
 
@@ -140,7 +140,7 @@ def test_numbers_that_a_reward_would_not_see_are_refused(tmp_path, tasks):
         return 1.0
 
     with pytest.raises(fg.BadInput, match=r"the agent returned 1\.0, but a reward judges its answer"):
-        fg.train_agent(proud, tasks, length, model=tiny_folder(), folder=tmp_path / "run", **SMALL)
+        fg.recipes.own_agent.train_agent(proud, tasks, length, model=tiny_folder(), folder=tmp_path / "run", **SMALL)
 
 
 def test_there_are_as_many_agents_as_slots(tmp_path, tasks):
@@ -156,7 +156,7 @@ def test_an_agent_without_any_outcome_is_refused_with_the_reason(tmp_path, tasks
         raise KeyError("the key of the user's own server")
 
     with pytest.raises(fg.BadInput, match="none of 4 trajectories came to an outcome; the first one: the agent ended"):
-        fg.train_agent(broken, tasks, length, model=tiny_folder(), folder=tmp_path / "run", **SMALL)
+        fg.recipes.own_agent.train_agent(broken, tasks, length, model=tiny_folder(), folder=tmp_path / "run", **SMALL)
 
 
 @pytest.mark.slow

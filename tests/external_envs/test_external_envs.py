@@ -39,7 +39,7 @@ class Scripted:
         )
         ids = [*text.encode(self.words[number % len(self.words)]), stop]
         future = Future()
-        future.set_result(fg.Completion(ids, [-1.0] * len(ids), [0] * len(ids), "stop"))
+        future.set_result(fg.contracts.Completion(ids, [-1.0] * len(ids), [0] * len(ids), "stop"))
         return future
 
 

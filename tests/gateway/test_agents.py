@@ -456,7 +456,7 @@ class Scripted:
         text = tiny_model().tokenizer
         ids = [*text.encode(self.words.pop(0)), text.stop_ids[0]]
         future = Future()
-        future.set_result(fg.Completion(ids, [-1.0] * len(ids), [3] * len(ids), "stop"))
+        future.set_result(fg.contracts.Completion(ids, [-1.0] * len(ids), [3] * len(ids), "stop"))
         return future
 
 

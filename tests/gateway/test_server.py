@@ -70,7 +70,7 @@ def test_a_chat_completion_is_that_of_the_engine_under_the_seed(url, engine):
     text = tiny_model().tokenizer
     prompt = list(start_conversation(text, ASK["messages"]).tokens)
     keys = [jax.random.fold_in(jax.random.key(3), i) for i in range(2)]
-    requests = [fg.Request(prompt, key, MAX_TOKENS, stop_ids=text.stop_ids) for key in keys]
+    requests = [fg.contracts.Request(prompt, key, MAX_TOKENS, stop_ids=text.stop_ids) for key in keys]
     for choice, completion in zip(body["choices"], engine.generate(requests), strict=True):
         assert choice["token_ids"] == list(completion.tokens)
         logprobs = [one["logprob"] for one in choice["logprobs"]["content"]]
@@ -413,7 +413,7 @@ def test_weights_are_updated_during_requests_and_tokens_have_versions(url, tmp_p
     folder = tmp_path / "other"
     model = tiny_model()
     other = jax.tree.map(lambda x: x * 1.01, model.params)
-    fg.save_model(folder, model._replace(params=other))
+    fg.models.save_model(folder, model._replace(params=other))
     statuses, versions = [], []
 
     def ask(number: int) -> None:

@@ -44,15 +44,15 @@ def held(monkeypatch):
     monkeypatch.setattr(Admission, "price", lambda *_: 60.0)
 
 
-def openings(count: int) -> list[fg.Request]:
+def openings(count: int) -> list[fg.contracts.Request]:
     """Two system prompts, each shared by every other conversation."""
     rng = np.random.default_rng(3)
     heads = [rng.integers(1, CONFIG.v, 20).tolist() for _ in range(2)]
     tails = [rng.integers(1, CONFIG.v, 5).tolist() for _ in range(count)]
-    return [fg.Request(heads[i % 2] + tails[i], jax.random.key(i), 9) for i in range(count)]
+    return [fg.contracts.Request(heads[i % 2] + tails[i], jax.random.key(i), 9) for i in range(count)]
 
 
-def talk(engine, opening: fg.Request, *, hint: bool = True) -> list:
+def talk(engine, opening: fg.contracts.Request, *, hint: bool = True) -> list:
     """One conversation of some turns."""
     request, done, conversation = opening, [], Conversation() if hint else None
     for turn in range(TURNS):
@@ -152,7 +152,7 @@ def test_paused_clients_keep_no_request_waiting_for_ever(shared, monkeypatch, ca
 
 
 def job_of(conversation: Conversation | None = None, sampled_from: int | None = None) -> Job:
-    request = fg.Request([1, 2, 3, 4], None, 1, conversation=conversation)
+    request = fg.contracts.Request([1, 2, 3, 4], None, 1, conversation=conversation)
     job = Job(request, None, (), [1, 2, 3, 4], [False] * 4)
     job.spans = [TokenSpan(0, 2, False)] if sampled_from is None else [TokenSpan(sampled_from, 3, True)]
     return job

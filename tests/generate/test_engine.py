@@ -65,7 +65,7 @@ def test_E3_cached_evicted_and_released_prefixes_give_equal_bits(engine):
 def test_members_of_a_group_share_the_prefill(engine):
     """Eight requests of one prompt: the same bits as without sharing, and the prompt is computed once."""
     prompt = np.random.default_rng(9).integers(1, CONFIG.v, 40).tolist()
-    group = [fg.Request(prompt, jax.random.key(i), 10) for i in range(8)]
+    group = [fg.contracts.Request(prompt, jax.random.key(i), 10) for i in range(8)]
     fill(engine)
     together = engine.generate(group)
     assert [completion.reused for completion in together] == [0] + [39] * 7
@@ -146,7 +146,7 @@ def check_scores(policy, requests, completions, *, atol=1e-5):
 
 
 def test_a_deadline_ends_a_request_and_keeps_its_tokens(engine):
-    completion = engine.generate([fg.Request([1, 2, 3], jax.random.key(0), 120, deadline=0.0)])[0]
+    completion = engine.generate([fg.contracts.Request([1, 2, 3], jax.random.key(0), 120, deadline=0.0)])[0]
     assert completion.finish_reason == "timeout"
     assert len(completion.tokens) < 120
 
@@ -168,7 +168,7 @@ def test_a_stop_string_ends_where_its_last_token_is():
     for completion, one, stop, end in zip(free, stopped, stops, ends, strict=True):
         assert as_tuple(one)[:3] == tuple(column[:end] for column in as_tuple(completion)[:3])
         assert (one.finish_reason == "stop") == (stop in detokenize(one.tokens) or one.tokens[-1] == 7)
-    assert lost.fates == {fg.Fate.DROPPED_AFTER_STOP: sum(counts) - sum(ends)}
+    assert lost.fates == {fg.types.Fate.DROPPED_AFTER_STOP: sum(counts) - sum(ends)}
     assert lost.generated > 0
     assert any("é" in stop for stop in stops)
 
@@ -178,7 +178,9 @@ def test_a_failing_detokenizer_ends_its_own_request_only():
         raise KeyError(ids[0])
 
     with Engine(POLICY, tiny_params(), SETTINGS, detokenize=read) as engine:
-        plain, reading = (engine.submit(fg.Request([1, 2], jax.random.key(0), 20, stop=stop)) for stop in ((), ("a",)))
+        plain, reading = (
+            engine.submit(fg.contracts.Request([1, 2], jax.random.key(0), 20, stop=stop)) for stop in ((), ("a",))
+        )
         with pytest.raises(KeyError):
             reading.result(timeout=600)
         assert len(plain.result(timeout=600).tokens) == 20

@@ -21,7 +21,7 @@ def engine():
         yield engine
 
 
-def go_on(engine, request: fg.Request, budget: int, between=lambda: None) -> list[fg.Completion]:
+def go_on(engine, request: fg.contracts.Request, budget: int, between=lambda: None) -> list[fg.contracts.Completion]:
     """All parts of a completion of which each samples at most `budget` tokens; the last one is whole."""
     parts = []
     while not parts or parts[-1].finish_reason == "budget":
@@ -129,7 +129,7 @@ def test_a_stop_string_is_found_across_the_cut(engine):
 
 def test_A6_a_partial_completion_is_not_counted_again():
     """A request that goes on and is cancelled loses what it sampled itself, and nothing of what came before."""
-    request = fg.Request([1, 2, 3], jax.random.key(0), 100)
+    request = fg.contracts.Request([1, 2, 3], jax.random.key(0), 100)
     sampling, cancelled = threading.Event(), threading.Event()
     with Engine(POLICY, tiny_params(), SETTINGS, detokenize=detokenize) as engine:
         partial = engine.generate([request._replace(budget=30)])[0]
@@ -141,5 +141,5 @@ def test_A6_a_partial_completion_is_not_counted_again():
         cancelled.set()
         engine.generate([request._replace(max_tokens=1)])  # the slot is free
         lost = engine.lost.check()
-    assert lost.fates == {fg.Fate.DROPPED_CANCELLED: sum(counts) - 1}
+    assert lost.fates == {fg.types.Fate.DROPPED_CANCELLED: sum(counts) - 1}
     assert 0 < lost.generated < 30

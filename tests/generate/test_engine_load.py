@@ -38,7 +38,7 @@ def test_weights_are_updated_in_flight(on_weight_update):
     ) as engine:
         actions = {3: partial(engine.update_weights, PARAMS[1], 1), 6: partial(engine.update_weights, PARAMS[2], 2)}
         on_stretch(engine, lambda number, _: actions.get(number, str)())
-        completions = engine.generate([fg.Request(PROMPT, jax.random.key(i), 60) for i in range(4)])
+        completions = engine.generate([fg.contracts.Request(PROMPT, jax.random.key(i), 60) for i in range(4)])
     assert [list(c.version) for c in completions] == [[0] * 24 + [1] * 24 + [2] * 12] * 4
     tokens, logp = (
         np.array([[*PROMPT, *c.tokens] for c in completions]),
@@ -51,7 +51,7 @@ def test_weights_are_updated_in_flight(on_weight_update):
 
 def test_a_cache_kept_through_an_update_is_not_reused():
     """With `keep` a request goes on with what older weights left; nobody else, and no later turn, begins with it."""
-    request, other = (fg.Request(PROMPT, jax.random.key(i), 30) for i in range(2))
+    request, other = (fg.contracts.Request(PROMPT, jax.random.key(i), 30) for i in range(2))
     in_flight = []
     with Engine(POLICY, PARAMS[0], replace(SETTINGS, on_weight_update="keep"), detokenize=detokenize) as engine:
 
@@ -91,7 +91,7 @@ def test_release_returns_the_freed_bytes(engine):
 
 
 def test_E3_requests_continue_through_releases_to_equal_bits(engine):
-    requests = [fg.Request([1, 2, 3], jax.random.key(i), 60) for i in range(10)]
+    requests = [fg.contracts.Request([1, 2, 3], jax.random.key(i), 60) for i in range(10)]
     expected = bits(engine.generate(requests))
     futures, freed = [engine.submit(request) for request in requests], []
     while len(freed) < 5 and not all(future.done() for future in futures):

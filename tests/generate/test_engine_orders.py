@@ -24,12 +24,12 @@ ACTIONS = ["submit", "submit", "submit", "late", "cancel", "update_weights", "wa
 LONG = 600.0  # seconds that nothing here may take
 
 
-def short_requests() -> list[fg.Request]:
+def short_requests() -> list[fg.contracts.Request]:
     """Some share a prompt, some have a stop string or a stop id."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(1, CONFIG.v, 12).tolist()
     return [
-        fg.Request(
+        fg.contracts.Request(
             prompt[: 3 * (i % 4)] + rng.integers(1, CONFIG.v, 1 + i % 3).tolist(),
             jax.random.key(i),
             1 + 3 * i % 11,

@@ -22,7 +22,7 @@ SLOTS, CHUNK = 8, 16
 
 def job_of(tokens, chosen=None) -> Job:
     chosen = [False] * len(tokens) if chosen is None else chosen
-    request = fg.Request(tokens, jax.random.key(0), 1)
+    request = fg.contracts.Request(tokens, jax.random.key(0), 1)
     return Job(request, None, (), list(tokens), list(chosen), spans=split_spans(chosen, chunk=CHUNK))
 
 
@@ -117,7 +117,7 @@ def test_a_cache_of_one_head_is_copied_in_place(stacked):
     assert not [line for line in program.as_text().splitlines() if " copy(" in line and "f32[" in line]
 
 
-def family(count: int, seed: int) -> list[fg.Request]:
+def family(count: int, seed: int) -> list[fg.contracts.Request]:
     """Prompts that share 40 tokens, in groups 20 more, and end apart."""
     rng = np.random.default_rng(seed)
 
@@ -126,7 +126,7 @@ def family(count: int, seed: int) -> list[fg.Request]:
 
     head = ids(40)
     groups = [head + ids(20) for _ in range(3)]
-    return [fg.Request(groups[i % 3] + ids(i % 4), jax.random.key(i), 6) for i in range(count)]
+    return [fg.contracts.Request(groups[i % 3] + ids(i % 4), jax.random.key(i), 6) for i in range(count)]
 
 
 @pytest.mark.slow

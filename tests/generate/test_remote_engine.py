@@ -21,7 +21,7 @@ from flowgrpo.types import Status
 
 
 def save(params, folder) -> None:
-    fg.save_model(folder, tiny_model()._replace(params=params))
+    fg.models.save_model(folder, tiny_model()._replace(params=params))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,9 @@ def server():
 @pytest.fixture
 def remote_engine(server, tmp_path):
     send_weights = to_gateway(server.url, save, tmp_path)
-    with RemoteEngine(fg.remote(server.url, "tiny", concurrency=8), send_weights=send_weights, timeout=30) as engine:
+    with RemoteEngine(
+        fg.generate.remote(server.url, "tiny", concurrency=8), send_weights=send_weights, timeout=30
+    ) as engine:
         yield engine
 
 
@@ -86,7 +88,7 @@ def test_weights_are_sent_by_version_and_tokens_carry_it(remote_engine, tmp_path
 
 def test_budgets_are_refused_by_a_remote_engine(remote_engine):
     with pytest.raises(fg.BadInput, match="can't cut actions"):
-        remote_engine.submit(fg.Request([1], jax.random.key(0), 3, budget=2))
+        remote_engine.submit(fg.contracts.Request([1], jax.random.key(0), 3, budget=2))
 
 
 GOOD = {"token_ids": [5, 2], "logprobs": {"token_logprobs": [-1.0, -0.5]}, "text": "x", "finish_reason": "stop"}
@@ -142,7 +144,7 @@ def misbehaving():
 def test_F5_an_impossible_response_costs_one_trajectory(misbehaving, choice, why):
     handler, url = misbehaving
     handler.choice = choice
-    with RemoteEngine(fg.remote(url, "m", retries=0), send_weights=lambda *_: None, banned=(0,)) as engine:
+    with RemoteEngine(fg.generate.remote(url, "m", retries=0), send_weights=lambda *_: None, banned=(0,)) as engine:
         trajectory = play(engine, 1)[0]
         assert (trajectory.status, trajectory.outcome) == (Status.TOOL_FAILURE, None)
         assert why in trajectory.reason
@@ -153,12 +155,12 @@ def test_F5_an_impossible_response_costs_one_trajectory(misbehaving, choice, why
 def test_S3_a_server_that_fails_or_hangs_is_named(misbehaving):
     handler, url = misbehaving
     handler.status = 500
-    with RemoteEngine(fg.remote(url, "m", retries=0), send_weights=lambda *_: None, timeout=0.5) as engine:
+    with RemoteEngine(fg.generate.remote(url, "m", retries=0), send_weights=lambda *_: None, timeout=0.5) as engine:
         assert "HTTP 500 Internal Server Error: out of memory" in play(engine, 1)[0].reason
         handler.status, handler.delay = 200, 2.0
         assert "no answer within the deadline of 0.5 s" in play(engine, 1)[0].reason
         with pytest.raises(RequestFailed):
-            engine.generate([fg.Request([1], jax.random.key(0), 2)])
+            engine.generate([fg.contracts.Request([1], jax.random.key(0), 2)])
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "gateway"])
@@ -188,7 +190,7 @@ def test_a_run_is_sampled_by_a_server(server, tmp_path):
     sizes |= {"max_tokens": MAX_TOKENS, "context_tokens": CONTEXT, "turns": TURNS, "mini_batches": 1}
     from gateway_cases import talkative
 
-    result = fg.train_agent(
+    result = fg.recipes.own_agent.train_agent(
         talkative,
         tasks,
         lambda _task, output: fg.RewardResult(float(len(output) % 2)),

@@ -6,7 +6,7 @@ import pytest
 import flowgrpo as fg
 from flowgrpo.generate.requests import EngineSettings, make_job
 
-PARTIAL = fg.Completion([4, 5], [-0.5, -0.25], [0, 0], "budget")
+PARTIAL = fg.contracts.Completion([4, 5], [-0.5, -0.25], [0, 0], "budget")
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,14 @@ PARTIAL = fg.Completion([4, 5], [-0.5, -0.25], [0, 0], "budget")
         ({"budget": 0}, "budget=0, but a request samples at least one token"),
         ({"partial": PARTIAL._replace(finish_reason="stop")}, "has ended as 'stop'"),
         ({"partial": PARTIAL._replace(finish_reason="length")}, "has ended as 'length'"),
-        ({"partial": fg.Completion([], [], [], "budget")}, "has 0 tokens, but must have at least one"),
+        ({"partial": fg.contracts.Completion([], [], [], "budget")}, "has 0 tokens, but must have at least one"),
         ({"partial": PARTIAL, "max_tokens": 2}, "has 2 tokens, but must have at least one and less than max_tokens=2"),
         ({"partial": PARTIAL._replace(logp_sampled=[-0.5])}, "2 tokens, 1 log-probabilities and 2 versions"),
     ],
 )
 def test_a_request_that_can_not_be_served_raises_one_sentence(fields, words):
     settings = EngineSettings(slot_length=128)
-    request = fg.Request([1, 2, 3], jax.random.key(0), 5)
+    request = fg.contracts.Request([1, 2, 3], jax.random.key(0), 5)
     assert make_job(request._replace(partial=PARTIAL), 0.0, settings, has_detokenizer=False).tokens_left == 3
     with pytest.raises(fg.BadInput, match=words):
         make_job(request._replace(**fields), 0.0, settings, has_detokenizer=False)
@@ -40,7 +40,7 @@ def test_a_request_that_can_not_be_served_raises_one_sentence(fields, words):
 
 def test_F7_training_has_full_support():
     """Requests of a rollout cut nothing, and an engine that draws from a part of the vocabulary refuses them."""
-    request = fg.Request([1, 2, 3], jax.random.key(0), 5)
+    request = fg.contracts.Request([1, 2, 3], jax.random.key(0), 5)
     settings = EngineSettings(slot_length=128, max_recorded_top_k=8)
     with pytest.raises(fg.BadInput, match="max_recorded_top_k=8"):
         make_job(request, 0.0, settings, has_detokenizer=False)

@@ -110,7 +110,7 @@ def turn_of():
 def test_groups_without_signal_are_counted():
     """Of four groups one wins always, one has no valid member, and of one a single member is valid."""
     outcomes = {0: (1.0, 0.0), 1: (1.0, 1.0), 2: (None, None), 3: (0.0, None)}
-    status = {True: fg.Status.VERIFIER_FAILURE, False: fg.Status.FINISHED}
+    status = {True: fg.types.Status.VERIFIER_FAILURE, False: fg.types.Status.FINISHED}
     records = [
         fg.Trajectory([turn_of()], x, group, status=status[x is None]) for group, pair in outcomes.items() for x in pair
     ]
@@ -204,7 +204,7 @@ def test_a_sampler_that_disagrees_warns_once():
     log_ratio = np.asarray(same.logp_sampled - other.logp_sampled, np.float64)[live_rs]
     assert f"KL {np.mean(np.expm1(log_ratio) - log_ratio):.4f} per token, above 0.002: give both the same" in sentence
     assert warned_of(update, params, batch_at(0.4)) == []  # it was said
-    corrected = fg.flow_grpo(beta=0.0, correction=fg.Correction(cap=2.0))
+    corrected = fg.flow_grpo(beta=0.0, correction=fg.algorithms.Correction(cap=2.0))
     for algorithm, warns in ((PLAIN, True), (corrected, False)):
         program = jax.make_jaxpr(make_update(BIGRAMS, algorithm, OPTIMIZERS["sgd"], settings))(fresh(params), other)
         assert ("debug_callback" in str(program)) == warns
@@ -218,7 +218,7 @@ def test_F6_garbage_in_masked_slots_reaches_no_metric(value):
     scores = scores_of(case, batch)
     batch = algorithm.sequence_sums(batch, scores.logp)
     dirty = {n: jnp.where(batch.loss_mask, getattr(batch, n), value) for n in ("logp_sampled", "logp_old", "logp_ref")}
-    masked_scores = fg.Scores(*(jnp.where(batch.loss_mask, x, value) for x in scores))
+    masked_scores = fg.contracts.Scores(*(jnp.where(batch.loss_mask, x, value) for x in scores))
     clean, found = figures(algorithm, scores, batch), figures(algorithm, masked_scores, batch.replace(**dirty))
     for name, expected in clean.items():
         np.testing.assert_array_equal(found[name], expected, err_msg=name)

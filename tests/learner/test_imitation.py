@@ -84,11 +84,11 @@ def test_demonstrations_equal_a_plain_loop(shown):
         assert found.reward[i].tolist() == [sum(reward)] * len(turns) + [0.0] * (ENV.sizes.turns - len(turns))
         assert found.outcome[i] == sum(reward)
         assert found.correct[i] == correct
-        assert found.status[i] == (fg.Status.FINISHED if done else fg.Status.TURN_LIMIT)
+        assert found.status[i] == (fg.types.Status.FINISHED if done else fg.types.Status.TURN_LIMIT)
     filled_ntl = np.arange(found.tokens.shape[2]) < found.length[:, :, None]
     assert not found.tokens[~filled_ntl].any()
     assert not found.chosen[~filled_ntl].any()
-    assert set(found.status.tolist()) == {fg.Status.FINISHED, fg.Status.TURN_LIMIT}
+    assert set(found.status.tolist()) == {fg.types.Status.FINISHED, fg.types.Status.TURN_LIMIT}
 
 
 def test_rewards_by_turn_stay_at_their_turn():
@@ -103,7 +103,7 @@ def test_rewards_by_turn_stay_at_their_turn():
 def test_the_oracle_is_always_right(shown):
     best = shown[1]
     assert np.asarray(best.correct).all()
-    assert (np.asarray(best.status) == fg.Status.FINISHED).all()
+    assert (np.asarray(best.status) == fg.types.Status.FINISHED).all()
     np.testing.assert_array_equal(best.turns.sum(axis=1), ROUNDS)
     np.testing.assert_array_equal(best.outcome, 1.0)
     assert len(set(np.asarray(best.group).tolist())) == NUM
@@ -150,7 +150,7 @@ def test_trajectories_of_weight_zero_are_not_imitated(shown, step):
     assert 0 < right_r.sum() < NUM
     start = init_learner(PARAMS, ADAM)
     light = batch.replace(weight=jnp.where(right_r[:, None], batch.weight, 0.0))
-    failed = shown[0].replace(status=jnp.where(right_r, shown[0].status, int(fg.Status.ABORTED)))
+    failed = shown[0].replace(status=jnp.where(right_r, shown[0].status, int(fg.types.Status.ABORTED)))
     (found, loss), (expected, other_loss) = (step(start, x) for x in (light, imitation_rows(failed)))
     assert_close(found.params, expected.params, PARAMS, 1e-5)
     np.testing.assert_allclose(loss, other_loss, rtol=1e-6)

@@ -42,7 +42,7 @@ REFERENCE = init(jax.random.key(10))
 
 
 @cache
-def score_trajectories(kind: str = "own", policy: fg.Policy = BIGRAMS, **settings):
+def score_trajectories(kind: str = "own", policy: fg.contracts.Policy = BIGRAMS, **settings):
     critic = {"own": OWN, "shared": SHARED}[kind]
     settings = {"critic": critic, "needs": NEEDS, "micro_rows": 5, **settings}
     scoring = SETTINGS | {name: settings.pop(name) for name in ("temperature", "compute_dtype") if name in settings}
@@ -196,7 +196,7 @@ def test_trajectories_longer_than_the_slots_are_nan():
 def test_M4_logits_are_never_materialised_as_a_whole():
     """Temporary memory, from the compiler: far below that of all tokens times the vocabulary."""
     vocabulary, trajectories = 32_768, bare(6)
-    wide = fg.Policy(
+    wide = fg.contracts.Policy(
         lambda _: {},
         lambda params, tokens, *_: (params["embed"][tokens], None),
         lambda params, states: states @ params["embed"].T,

@@ -70,7 +70,7 @@ def batches() -> tuple[fg.Batch, fg.Batch]:
 
 def moved(algorithm, batch: fg.Batch, params, **settings):
     policy, score = POLICY._replace(mesh=settings.pop("mesh", None)), settings.pop("score", None)
-    settings = fg.UpdateSettings(**{"micro_rows": 1, "diagnostics": DIAGNOSTICS, **SETTINGS, **settings})
+    settings = fg.learner.UpdateSettings(**{"micro_rows": 1, "diagnostics": DIAGNOSTICS, **SETTINGS, **settings})
     update = jax.jit(make_update(policy, algorithm, OPTIMIZERS["sgd"], settings, score=score))
     state, metrics = update(fresh(params), jax.tree.map(jnp.asarray, batch))
     return state.params, metrics

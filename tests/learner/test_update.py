@@ -268,7 +268,7 @@ def test_F7_the_ratio_is_one_right_after_sampling(dtype, bound):
     @jax.jit
     def far(temperature):
         settings = {"temperature": temperature, "banned": banned, "compute_dtype": dtype, "diagnostics": DIAGNOSTICS}
-        update = make_update(policy, PLAIN, OPTIMIZERS["sgd"], fg.UpdateSettings(**settings))
+        update = make_update(policy, PLAIN, OPTIMIZERS["sgd"], fg.learner.UpdateSettings(**settings))
         return update(fresh(params), batch)[1]["log_ratio_max"]
 
     assert float(far(0.7)) < bound
@@ -310,5 +310,5 @@ def test_missing_inputs_of_an_update_are_named():
     batch = rows_of(DPO, trajectories).replace(logp_ref=None)
     with pytest.raises(fg.BadInput, match=r"dpo needs Batch.logp_ref: score the batch first, or pass ref_params"):
         jax.eval_shape(
-            make_update(BIGRAMS, DPO, OPTIMIZERS["sgd"], fg.UpdateSettings(**SETTINGS)), fresh(params), batch
+            make_update(BIGRAMS, DPO, OPTIMIZERS["sgd"], fg.learner.UpdateSettings(**SETTINGS)), fresh(params), batch
         )

@@ -47,7 +47,7 @@ def bits(model) -> int:
 def test_M5_a_file_reads_back_as_the_written_model(name, tmp_path):
     """M5: parameters bit for bit in float32, the same tokens, the same shape, by our own reader."""
     model = tiny_model(name)
-    fg.save_gguf(tmp_path / "x.gguf", model, tensor_type="f32", name="tiny")
+    fg.models.save_gguf(tmp_path / "x.gguf", model, tensor_type="f32", name="tiny")
     again = load_model(tmp_path / "x.gguf")
     assert replace(again.config, ropes=model.config.ropes) == model.config
     for ours, theirs in zip(model.config.ropes, again.config.ropes, strict=True):  # of Llama 3, fitted to its factors
@@ -69,7 +69,7 @@ def test_M5_other_types_round_as_they_say(tmp_path):
     """M5: a matrix is off by half a step of its type, and what has one axis is not rounded."""
     model = tiny_model("qwen2")
     for tensor_type in TENSOR_TYPES:
-        fg.save_gguf(tmp_path / "x.gguf", model, tensor_type=tensor_type)
+        fg.models.save_gguf(tmp_path / "x.gguf", model, tensor_type=tensor_type)
         file = read_header(tmp_path / "x.gguf")
         stored = {tensor.kind.name.lower() for name, tensor in file.tensors.items() if len(tensor.shape) > 1}
         assert stored == {tensor_type}
@@ -85,7 +85,7 @@ def test_M5_other_types_round_as_they_say(tmp_path):
 
 
 def test_rows_that_blocks_do_not_fill_are_float16(tmp_path):
-    fg.save_gguf(tmp_path / "x.gguf", tiny_model("qwen3", intermediate_size=88), tensor_type="q8_0")
+    fg.models.save_gguf(tmp_path / "x.gguf", tiny_model("qwen3", intermediate_size=88), tensor_type="q8_0")
     kinds = {name: tensor.kind.name for name, tensor in read_header(tmp_path / "x.gguf").tensors.items()}
     assert (kinds["blk.0.ffn_down.weight"], kinds["blk.0.ffn_up.weight"]) == ("F16", "Q8_0")
 
@@ -191,14 +191,14 @@ def test_a_folder_has_a_modelfile_and_is_replaced_whole(tmp_path):
 @pytest.mark.parametrize("limit", [4096, 120_000])  # within the metadata, and within the tensors
 def test_a_full_disk_keeps_the_old_file(tmp_path, limit):
     model, place = tiny_model("qwen2"), tmp_path / "x.gguf"
-    fg.save_gguf(place, model)
+    fg.models.save_gguf(place, model)
     before = place.read_bytes()
     assert len(before) > limit
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(BadInput, match=r"x\.gguf could not be written \(File too large\): make room"):
-            fg.save_gguf(place, model, tensor_type="f32")
+            fg.models.save_gguf(place, model, tensor_type="f32")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert place.read_bytes() == before
@@ -211,7 +211,7 @@ def test_what_can_not_be_written_is_one_sentence(tmp_path):
 
     def refuse(match: str, changed=model, **options) -> None:
         with pytest.raises(BadInput, match=match):
-            fg.save_gguf(place, changed, **options)
+            fg.models.save_gguf(place, changed, **options)
         assert not place.exists()
 
     assert tuple(TENSOR_TYPES) == GGUF_TYPES
@@ -229,7 +229,7 @@ def test_what_can_not_be_written_is_one_sentence(tmp_path):
     )
     place.write_text("notes")
     with pytest.raises(BadInput, match=r"x.gguf is there and is no GGUF file: name a new file"):
-        fg.save_gguf(place, model)
+        fg.models.save_gguf(place, model)
     assert place.read_text() == "notes"
 
 
@@ -272,7 +272,7 @@ def test_M5_transformers_opens_the_export_and_answers_alike(name, tmp_path):
     from transformers import AutoModelForCausalLM, GgufConfig
 
     model = real(name)
-    fg.save_gguf(tmp_path / "x.gguf", model, tensor_type="f16")
+    fg.models.save_gguf(tmp_path / "x.gguf", model, tensor_type="f16")
     rounded = load_model(tmp_path / "x.gguf")
     peer = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="x.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
@@ -295,7 +295,7 @@ def test_M5_transformers_opens_the_export_and_answers_alike(name, tmp_path):
 @pytest.mark.parametrize("name", ["smollm2", "gemma3", *(f"tiny {name}" for name in NAMES)])
 def test_M5_llama_cpp_opens_the_export_and_answers_alike(name, tensor_type, tmp_path):
     model = model_of(name)
-    fg.save_gguf(tmp_path / "x.gguf", model, tensor_type=tensor_type)
+    fg.models.save_gguf(tmp_path / "x.gguf", model, tensor_type=tensor_type)
     rounded = load_model(tmp_path / "x.gguf")
     prompts = prompts_of(model)
     wanted = json.dumps({"prompts": prompts, "texts": TEXTS[:-1], "count": 32})

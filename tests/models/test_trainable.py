@@ -37,7 +37,7 @@ def hidden_adapted(params: LoraParams, *arrays):
     return hidden(params.base | {"mix": params.base["mix"] + params.adapter["a"] @ params.adapter["b"]}, *arrays)
 
 
-ADAPTED = fg.Policy(init, hidden_adapted, lambda params, x: x @ params.base["unembed"])
+ADAPTED = fg.contracts.Policy(init, hidden_adapted, lambda params, x: x @ params.base["unembed"])
 GRPO = fg.grpo(beta=1.0)
 
 
@@ -93,7 +93,7 @@ def test_float32_parameters_are_scored_in_bfloat16_and_moved_in_float32():
         return make_score(BIGRAMS, **SETTINGS)(params, batch)
 
     # Sampled in float32 here, so that a warning would be right.
-    settings = fg.UpdateSettings(compute_dtype=jnp.bfloat16, diagnostics=DiagnosticsSettings(warns=False))
+    settings = fg.learner.UpdateSettings(compute_dtype=jnp.bfloat16, diagnostics=DiagnosticsSettings(warns=False))
     update = jax.jit(make_update(BIGRAMS, fg.algorithms.gspo(), optimizer, settings, score=spy))
     state, metrics = update(init_learner(params, optimizer), batch)
     assert set(seen) == {jnp.dtype(jnp.bfloat16)}

@@ -7,8 +7,10 @@ from flowgrpo.training.language_model import draw_from
 from flowgrpo.types import BadInput
 
 
-def sums(count: int) -> fg.Tasks:
-    return fg.Tasks(tuple(fg.Task(f"sum-{i}", f"{i} + 1?", (str(i + 1),), "mathematics") for i in range(count)), "sums")
+def sums(count: int) -> fg.data.Tasks:
+    return fg.data.Tasks(
+        tuple(fg.Task(f"sum-{i}", f"{i} + 1?", (str(i + 1),), "mathematics") for i in range(count)), "sums"
+    )
 
 
 def test_a_draw_follows_from_split_and_place_and_splits_share_no_task():

@@ -76,7 +76,9 @@ def test_the_record_is_what_the_environment_got(work, rollout):
         turns, total, done = replay(i, work, rollout)
         np.testing.assert_array_equal(trajectories.turns[i], np.arange(TURNS) < turns)
         assert float(trajectories.outcome[i]) == total
-        assert fg.Status(int(trajectories.status[i])) == (fg.Status.FINISHED if done else fg.Status.TURN_LIMIT)
+        assert fg.types.Status(int(trajectories.status[i])) == (
+            fg.types.Status.FINISHED if done else fg.types.Status.TURN_LIMIT
+        )
         assert bool(trajectories.correct[i]) == done
     unreached_nt = ~trajectories.turns
     for field in (trajectories.length, trajectories.chosen, trajectories.logp_sampled, rollout.error):

@@ -70,7 +70,9 @@ def sampled(env, actions, call_tool, seed: int = 3):
 
 def test_A5_a_demonstration_has_the_environments_prompts_and_the_experts_actions():
     env, tasks = make_env(), [task("one?", "a"), task("two?", "b")]
-    found = fg.demonstrate(env, tasks, lambda task: SCRIPT[task.id == "b" :], tokenizer=TEXT, call_tool=call_tool)
+    found = fg.rollout.demonstrate(
+        env, tasks, lambda task: SCRIPT[task.id == "b" :], tokenizer=TEXT, call_tool=call_tool
+    )
     assert [(one.group, one.outcome, one.status, one.extends_context) for one in found] == [
         (group, 1.0, Status.FINISHED, True) for group in (0, 1)
     ]

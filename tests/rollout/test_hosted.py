@@ -554,13 +554,13 @@ def test_A6_tokens_delivered_after_a_deadline_are_counted():
         future = Future()
         future.set_running_or_notify_cancel()
         tokens, logp = sampled(request)
-        done = fg.Completion(tokens, logp, [0] * len(tokens), "stop")
+        done = fg.contracts.Completion(tokens, logp, [0] * len(tokens), "stop")
         threading.Timer(LATE + 0.3, lambda: (delivered.append(len(tokens)), future.set_result(done))).start()
         return future
 
     got = hosted(make_env(), submit, call_tool=answer, deadline=LATE)(*tasks_of(1, 3))
     assert (len(got.unfinished), got.trajectories) == (3, ())
-    assert got.ledger.check().fates == {fg.Fate.DROPPED_CANCELLED: sum(delivered)}
+    assert got.ledger.check().fates == {fg.types.Fate.DROPPED_CANCELLED: sum(delivered)}
     assert len(delivered) == 3
 
 

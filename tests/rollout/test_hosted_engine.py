@@ -212,7 +212,7 @@ def test_E3_slices_over_the_real_engine_leave_the_same_bits(engine, extends_cont
         while got.unfinished:
             cut += sum(one.partial_action is not None for one in got.unfinished)
             if others:
-                engine.generate([fg.Request([1, 2, i + 1], jax.random.key(i), 9) for i in range(9)])
+                engine.generate([fg.contracts.Request([1, 2, i + 1], jax.random.key(i), 9) for i in range(9)])
             given = [partial_from_json(partial_to_json(one)) for one in got.unfinished]
             got = run(Listening(engine), ((), (), ()), env=env, more={"unfinished": given, "budget": budget})
             played += got.trajectories

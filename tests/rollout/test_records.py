@@ -93,7 +93,7 @@ def actions(draw):
     """An action that was cut."""
     size = draw(st.integers(1, 4))
     column = {name: st.lists(x, min_size=size, max_size=size) for name, x in {"id": ids, "float": floats}.items()}
-    sampled = fg.Completion(
+    sampled = fg.contracts.Completion(
         draw(column["id"]),
         draw(column["float"]),
         draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)),
