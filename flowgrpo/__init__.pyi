@@ -39,10 +39,13 @@ from .contracts import Sizes as Sizes
 from .contracts import Step as Step
 from .data import batches as batches
 from .data import read_tasks as read_tasks
+from .envs import Done as Done
+from .envs import TextEnv as TextEnv
 from .envs import arithmetic as arithmetic
 from .envs import check_env as check_env
 from .envs import lookup as lookup
 from .envs import maze as maze
+from .envs import single_turn as single_turn
 from .generate import Engine as Engine
 from .learner import adamw as adamw
 from .learner import make_update as make_update

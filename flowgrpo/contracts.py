@@ -283,6 +283,7 @@ class HostStep(NamedTuple):
         output          final output of the system, for a reward to judge
         status          how the episode ended, if done
         reason          the status explained, for people
+        is_judged       in the last step, that the rewards stand: no reward function judges the output
 
     Most steps need the first two only.
     """
@@ -296,6 +297,7 @@ class HostStep(NamedTuple):
     output: str | None = None
     status: Status = Status.FINISHED
     reason: str = ""
+    is_judged: bool = False
 
 
 class HostEnv(NamedTuple):

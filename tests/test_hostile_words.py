@@ -13,9 +13,9 @@ from flowgrpo.agent.action_forms import parse_call, parse_lines, parse_tool_call
 from flowgrpo.agent.rendering import PromptSettings
 from flowgrpo.agent.roles import parse_arguments, parse_text, parse_verdict
 from flowgrpo.agent.state import PLANNER, AgentState, Budget, Memory, MemoryRecord, render_memory
-from flowgrpo.agent.tool_arguments import to_arguments
 from flowgrpo.contracts import Call
 from flowgrpo.data.tokenizer import clean as valid
+from flowgrpo.data.tool_calls import to_arguments
 from flowgrpo.generate.openai_wire import RemoteFailure, TextRequest, failure_message, parse_completion, retry_after
 from flowgrpo.generate.requests import find_stop
 from flowgrpo.report.trajectory_page import as_script

@@ -10,7 +10,6 @@ Modules:
     single_turn     Single-turn question answering
     state           State of one trajectory: an immutable value that can be saved, forked and replayed (A2)
     system          The agent system as a host environment (A1)
-    tool_arguments  Tools as prompts describe them, and the arguments of a call
     transcript      The trajectory of an agent system as text to read
 """
 
@@ -22,5 +21,5 @@ from flowgrpo.agent.roles import Role, analyst, executor, generator, planner, ve
 from flowgrpo.agent.single_turn import single_turn
 from flowgrpo.agent.state import AgentState, Budget, Memory
 from flowgrpo.agent.system import AgentLimits, AgentRoles, agent_system
-from flowgrpo.agent.tool_arguments import signature
 from flowgrpo.agent.transcript import show_transcript
+from flowgrpo.data.tool_calls import signature

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from flowgrpo.agent.action_forms import ActionForm
 from flowgrpo.agent.rendering import PromptSettings, growing_context
 from flowgrpo.agent.roles import planner, planner_question
-from flowgrpo.agent.state import ANSWER, Memory, render_memory
+from flowgrpo.agent.state import ANSWER, ANSWER_SCHEMA, Memory, render_memory
 from flowgrpo.agent.system import AgentLimits, AgentRoles, agent_system
-from flowgrpo.agent.tool_arguments import ANSWER_SCHEMA, Schema
 from flowgrpo.contracts import ToolRunner
 from flowgrpo.data.tokenizer import ChatTokenizer, guard, to_json_line
+from flowgrpo.data.tool_calls import Schema
 from flowgrpo.types import BadInput, Task
 
 NO_LIMIT = 1 << 20  # tokens: examples are measured against a context where they are used

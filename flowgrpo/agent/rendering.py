@@ -15,16 +15,8 @@ from typing import NamedTuple
 from flowgrpo.agent.roles import Role
 from flowgrpo.agent.state import AgentState, Memory, render_memory
 from flowgrpo.contracts import HostObservation
-from flowgrpo.data.tokenizer import (
-    ChatTokenizer,
-    Conversation,
-    Messages,
-    add_messages,
-    encode_marked,
-    mark,
-    start_conversation,
-    tokenize_safely,
-)
+from flowgrpo.data.chat import EMPTY, encode_messages, encode_prompt
+from flowgrpo.data.tokenizer import ChatTokenizer, encode_marked, mark
 
 Tokens = tuple[int, ...]
 
@@ -57,19 +49,14 @@ def growing_context(
     settings: PromptSettings, state: AgentState, role: Role
 ) -> tuple[AgentState, HostObservation | None]:
     """The whole prompt in the first turn; then the new records, appended to the conversation."""
-    conversation = state.conversation or Conversation((), ())
+    conversation = state.conversation or EMPTY
 
     def write(memory: str) -> Tokens:
         if state.conversation is None:
             return encode_prompt(settings.tokenizer, role.prompt(state, memory))
-        # From the last token and the new messages alone; an action without a token is closed like one that was cut.
+        # An action without a token is closed like one that was cut.
         last_token = conversation.tokens[-1] if conversation.chosen[-1] else settings.tokenizer.pad_id
-        last = Conversation((last_token,), (True,))
-        return tokenize_safely(
-            settings.tokenizer,
-            role.follow_up(state, memory),
-            lambda tokenizer, messages: add_messages(tokenizer, last, messages).tokens[1:],
-        )
+        return encode_messages(settings.tokenizer, last_token, role.follow_up(state, memory))
 
     tokens = _fit_memory(settings, role, state.memory.since(state.shown), state.budget.tokens, write)
     if tokens is None:
@@ -81,13 +68,6 @@ def growing_context(
         budget=state.budget._replace(tokens=state.budget.tokens - len(tokens)),
     )
     return state, HostObservation(tokens)
-
-
-def encode_prompt(tokenizer: ChatTokenizer, messages: Messages) -> Tokens:
-    """Tokens of a conversation's first messages, in which data has no control token; `tokenizer` is guarded."""
-    return tokenize_safely(
-        tokenizer, messages, lambda tokenizer, messages: start_conversation(tokenizer, messages).tokens
-    )
 
 
 def _fit_memory(

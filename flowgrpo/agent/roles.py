@@ -19,22 +19,22 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from flowgrpo.agent.action_forms import DATA, LINES, ActionForm, strip_thoughts
+from flowgrpo.agent.action_forms import DATA, LINES, ActionForm
 from flowgrpo.agent.state import (
     ANALYST,
     ANSWER,
+    ANSWER_SCHEMA,
     EXECUTOR,
     GENERATOR,
     PLANNER,
     VERIFIER,
     AgentState,
-    Malformed,
     RecordWriter,
     Verdict,
     record_line,
 )
-from flowgrpo.agent.tool_arguments import ANSWER_SCHEMA, Schema, describe_tool, parse_object, to_arguments
 from flowgrpo.data.tokenizer import Messages, quote, to_json_line
+from flowgrpo.data.tool_calls import Malformed, Schema, describe_tool, parse_object, strip_thoughts, to_arguments
 
 VERDICT = re.compile(r"^[^\w\n]*(?:(?:conclusion|verdict)\W+)?(stop|continue)\b\W*", re.IGNORECASE | re.MULTILINE)
 FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)

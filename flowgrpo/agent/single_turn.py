@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from flowgrpo.agent.rendering import encode_prompt
 from flowgrpo.agent.state import digest31
 from flowgrpo.contracts import HostEnv, HostObservation, HostStep, ToolRunner
+from flowgrpo.data.chat import encode_prompt, read_action
 from flowgrpo.data.tokenizer import ChatTokenizer, clean, guard
 from flowgrpo.types import Status, Task, check_range
 
@@ -72,8 +72,7 @@ class SingleTurn(NamedTuple):
     ) -> tuple[SingleTurnState, HostStep]:
         """The action's text is the output."""
         if state.output is None:
-            text, is_complete = self.tokenizer.decode_action(tokens)
-            output = clean(text)
+            output, is_complete = read_action(self.tokenizer, tokens)
             error = not is_complete or not output.strip()
             status = Status.FINISHED if is_complete else Status.TOKEN_LIMIT
             state = replace(state, output=output, error=error, status=status)

@@ -29,6 +29,11 @@ from flowgrpo.types import JSON, BadInput, Status
 
 CountTokens = Callable[[str], int]  # number of tokens of a text
 ANSWER = "answer"  # the planner's pseudo tool that ends the episode
+ANSWER_SCHEMA: Mapping[str, JSON] = {
+    "name": ANSWER,
+    "description": "Give the answer and end.",
+    "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+}
 ANALYST, PLANNER, EXECUTOR, VERIFIER, GENERATOR, DONE = "analyst", "planner", "executor", "verifier", "generator", ""
 MAX_TOKEN_CHARS = 16  # characters that a token of a budget allows for, before any tokens are counted
 LEFT_OUT = "..."
@@ -85,12 +90,6 @@ class Verdict(NamedTuple):
 
     stop: bool
     reason: str = ""
-
-
-class Malformed(NamedTuple):
-    """Replaces a role's value if its text could not be parsed, with the reason."""
-
-    reason: str
 
 
 class Budget(NamedTuple):

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from flowgrpo.agent.rendering import PromptSettings, Rendering, encode_prompt, fresh_context, growing_context
+from flowgrpo.agent.rendering import PromptSettings, Rendering, fresh_context, growing_context
 from flowgrpo.agent.roles import Role, ScriptedRole, planner, rule_executor, rule_generator, rule_verifier
 from flowgrpo.agent.state import (
     ANALYST,
@@ -35,7 +35,6 @@ from flowgrpo.agent.state import (
     AgentState,
     Budget,
     Lapse,
-    Malformed,
     MemoryRecord,
     PlannerChoice,
     Verdict,
@@ -44,9 +43,10 @@ from flowgrpo.agent.state import (
     render_memory,
     to_seed,
 )
-from flowgrpo.agent.tool_arguments import Schema, to_command
 from flowgrpo.contracts import Call, HostEnv, HostObservation, HostStep, ToolRunner
+from flowgrpo.data.chat import encode_prompt
 from flowgrpo.data.tokenizer import ChatTokenizer, clean, guard
+from flowgrpo.data.tool_calls import Malformed, Schema, to_command
 from flowgrpo.types import JSON, BadInput, Status, Task
 
 TOOL = "tool"

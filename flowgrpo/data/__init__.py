@@ -2,6 +2,7 @@
 
 Modules:
 
+    chat             Conversations of a host environment with its model: prompts, new messages, room for an action
     chat_templates   Chat templates for models that come without one
     foreign_files    Checks of a downloaded model folder: which files are opened, and how much work they may cause
     gguf_file        The header of a GGUF file: metadata by name, and the place of each tensor
@@ -15,6 +16,7 @@ Modules:
     template_child   The process in which chat templates are rendered
     templates        Chat templates, rendered by a process of their own
     tokenizer        Tokenizer and chat rendering
+    tool_calls       Tools in prompts, and the tool calls in a model's text
 """
 
 from flowgrpo.data.task_files import batches, read_tasks

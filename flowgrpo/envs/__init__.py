@@ -1,4 +1,4 @@
-"""Pure environments: each a module with a constructor that returns an `Env`.
+"""Environments: pure ones, each a module with a constructor that returns an `Env`, and `TextEnv` for those of text.
 
 Modules:
 
@@ -8,6 +8,7 @@ Modules:
     lookup          `lookup`: multi-hop questions over a knowledge base, each relation behind a tool of its own
     maze            `maze`: fetch a key and carry it to the goal, with only the doors of the current room in view
     play            Play episodes of pure environments without a policy
+    text            `TextEnv`: strings in, strings out, tools as functions
 """
 
 from flowgrpo.envs.arithmetic import Flaws, arithmetic
@@ -30,3 +31,4 @@ from flowgrpo.envs.env import (
 from flowgrpo.envs.lookup import lookup
 from flowgrpo.envs.maze import maze
 from flowgrpo.envs.play import PLAYERS, play_episodes, transcript
+from flowgrpo.envs.text import Done, TextEnv, single_turn

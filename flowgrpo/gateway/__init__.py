@@ -12,7 +12,6 @@ Modules:
     responses      Requests and responses of /v1/responses; pure functions
     server         `Gateway`: the HTTP server
     serving        `ModelServer`: answer requests without a session, and record sessions of agents that run elsewhere
-    tool_calls     Parse tool calls in a model's text, in the format of its chat template
     wire           Requests and responses of the OpenAI API as values, and their JSON; pure functions
 """
 

@@ -28,26 +28,18 @@ import jax
 import numpy as np
 
 from flowgrpo.contracts import Call, HostEnv, HostObservation, HostStep, RewardResult, ToolRunner
-from flowgrpo.data.tokenizer import (
-    ChatTokenizer,
-    Conversation,
-    add_messages,
-    clean,
-    guard,
-    start_conversation,
-    tokenize_safely,
-)
+from flowgrpo.data.chat import EMPTY, Chat, make_chat, read_action
+from flowgrpo.data.tokenizer import ChatTokenizer, Conversation, clean
+from flowgrpo.data.tool_calls import ToolCallFormat, parse_tool_calls, to_openai
 from flowgrpo.gateway.histories import to_template
-from flowgrpo.gateway.tool_calls import ToolCallFormat, parse_tool_calls, to_openai, tool_call_format
 from flowgrpo.gateway.wire import ChatResponse
 from flowgrpo.rollout.effects import Effect
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import RecordedTrajectory
-from flowgrpo.types import JSON, BadInput, Status, Task, check_range, first_line
+from flowgrpo.types import JSON, BadInput, Status, Task, first_line
 
 MAX_REFUSALS = 3  # consecutive requests that can be refused before the agent is ended
 TURNS_USED, TOO_LONG, UNREADABLE = "turn_limit", "context_length_exceeded", "invalid_messages"
-EMPTY = Conversation((), ())
 SEND_WHOLE = {"whole": True}  # the reply that requests all messages of a request, not only the new ones
 
 
@@ -95,12 +87,15 @@ def agent_env(
         name: for messages and metrics.
         call_format: of tool calls; None: the one that the chat template teaches.
     """
-    for setting, value in (("turns", turns), ("max_tokens", max_tokens)):
-        check_range("agent_env", setting, value, 1, whole=True)
-    if context_tokens <= max_tokens:
-        raise BadInput(f"context_tokens={context_tokens} must be greater than max_tokens={max_tokens}, which it holds")
-    call_format = call_format or tool_call_format(tokenizer.hf_tokenizer.chat_template)
-    agent = AgentEnv(tokenizer, guard(tokenizer), call_format, turns, max_tokens, context_tokens, tuple(tools), name)
+    chat = make_chat(
+        "agent_env",
+        tokenizer,
+        turns=turns,
+        max_tokens=max_tokens,
+        context_tokens=context_tokens,
+        call_format=call_format,
+    )
+    agent = AgentEnv(chat, turns, tuple(tools), name)
     return HostEnv(
         name=name,
         tools=tuple(tools),
@@ -121,12 +116,8 @@ def context_anchor(state: AgentEnvState) -> int:
 class AgentEnv(NamedTuple):
     """`reset` and `step` of the environment, with its settings."""
 
-    tokenizer: ChatTokenizer
-    guarded: ChatTokenizer
-    call_format: ToolCallFormat | None
+    chat: Chat
     turns: int
-    max_tokens: int
-    context_tokens: int
     tools: tuple[str, ...]
     name: str
 
@@ -136,7 +127,7 @@ class AgentEnv(NamedTuple):
         state = AgentEnvState(task_json, tuple(np.asarray(jax.random.key_data(key)).tolist()))
         event, failure = self._run_effect(call_tool, state, {"task": task_json})
         if failure:  # the failed effect ends the trajectory, so that this observation is never answered
-            return replace(state, failure=failure), HostObservation((self.tokenizer.pad_id,))
+            return replace(state, failure=failure), HostObservation((self.chat.tokenizer.pad_id,))
         state, step = self._advance(state, event, "", call_tool)
         if step.observation is None:
             raise BadInput(f"the agent ended without a request that could be answered: {step.reason}")
@@ -149,8 +140,8 @@ class AgentEnv(NamedTuple):
         if state.request is None:  # only if the caller ignores the failure of an effect, as scripted demonstrations do
             raise BadInput(state.failure)
         response, is_malformed = to_response(
-            self.tokenizer,
-            self.call_format,
+            self.chat.tokenizer,
+            self.chat.call_format,
             tokens,
             state.prompt.tokens,
             stop=state.request.get("stop", ()),
@@ -176,13 +167,13 @@ class AgentEnv(NamedTuple):
             if isinstance(rendered, RenderedRequest):
                 context, num_shared, kind = rendered
                 state = replace(state, prompt=context, kinds=(*state.kinds, kind), limit=None)
-                available, wanted = self.context_tokens - len(context.tokens), request.get("max_tokens")
+                room, wanted = self.chat.room(context), request.get("max_tokens")
                 observation = HostObservation(
                     tokens=context.tokens[num_shared or 0 :],
                     # True for the first one too: whether later ones may extend it depends on it.
                     extends_context=num_shared is not None or not state.contexts,
                     chosen=context.chosen if num_shared is None and any(context.chosen) else None,
-                    max_tokens=min(self.max_tokens if wanted is None else wanted, self.max_tokens, available),
+                    max_tokens=room if wanted is None else min(wanted, room),
                     stop=tuple(request.get("stop", ())),
                 )
                 return state, HostStep(observation, False)
@@ -242,38 +233,33 @@ class AgentEnv(NamedTuple):
         if len(state.contexts) >= self.turns:
             return _refusal(TURNS_USED, f"all {self.turns} requests of this session were used: end with what you have")
         messages, prompt = request.get("messages", ()), request.get("prompt")
-        if reason := too_long_reason(self.tokenizer, messages, prompt, self.context_tokens):
+        if reason := too_long_reason(self.chat.tokenizer, messages, prompt, self.chat.context_tokens):
             return _refusal(TOO_LONG, reason)
         try:
             is_chat = prompt is None
             rendered = self._render_chat(state, request) if is_chat else self._render_prompt(state, prompt)
         except BadInput as error:
             return SEND_WHOLE if request.get("after") is not None else _refusal(UNREADABLE, first_line(error))
-        size = len(rendered.context.tokens)
-        if size >= self.context_tokens:
-            return _refusal(TOO_LONG, f"the request has {size} tokens, which must be less than {self.context_tokens}")
+        if self.chat.is_full(rendered.context):
+            size, most = len(rendered.context.tokens), self.chat.context_tokens
+            return _refusal(TOO_LONG, f"the request has {size} tokens, which must be less than {most}")
         return rendered
 
     def _render_chat(self, state: AgentEnvState, request: Mapping[str, JSON]) -> RenderedRequest:
         """Messages, after the response that they continue or from scratch."""
         messages, after = [to_template(message) for message in request["messages"]], request.get("after")
         if after is None:
-            context = render_messages(self.guarded, self.call_format, messages, request.get("tools", ()))
-            return RenderedRequest(context, None, request["kind"])
+            return RenderedRequest(self.chat.begin(messages, request.get("tools", ())), None, request["kind"])
         context = state.contexts[after]
-        # The last token is enough to close an action, or to see that it is closed.
-        last = Conversation((context.tokens[-1],), (True,))
-        ids = tokenize_safely(
-            self.guarded, messages, lambda chat, written: add_messages(chat, last, written).tokens[1:]
-        )
+        ids = self.chat.add(context, messages)
         num_shared = len(context.tokens) if after == len(state.contexts) - 1 else None
         return RenderedRequest(context.extend(ids, chosen=False), num_shared, request["kind"])
 
     def _render_prompt(self, state: AgentEnvState, prompt: str | Sequence[int]) -> RenderedRequest:
         """A prompt of text or ids; ids continue the newest context that they start with."""
-        ids = tuple(self.tokenizer.encode(clean(prompt)) if isinstance(prompt, str) else prompt)
-        if not isinstance(prompt, str) and ids and max(ids) >= self.tokenizer.vocab_size:
-            raise BadInput(f"the prompt has an id of {max(ids)}, but ids are below {self.tokenizer.vocab_size}")
+        ids = tuple(self.chat.tokenizer.encode(clean(prompt)) if isinstance(prompt, str) else prompt)
+        if not isinstance(prompt, str) and ids and max(ids) >= self.chat.tokenizer.vocab_size:
+            raise BadInput(f"the prompt has an id of {max(ids)}, but ids are below {self.chat.tokenizer.vocab_size}")
         for after in range(len(state.contexts) - 1, -1, -1):
             context = state.contexts[after]
             size = len(context.tokens)
@@ -311,20 +297,6 @@ def _longest_token(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 
-def render_messages(
-    guarded: ChatTokenizer,
-    call_format: ToolCallFormat | None,
-    messages: Sequence[Mapping[str, JSON]],
-    tools: Sequence[JSON],
-) -> Conversation:
-    """A new context: messages and the schemas of tools, by the chat template."""
-    if tools and call_format is None:
-        raise BadInput(f"the chat template of {guarded.source} has no place for tools: leave them out of the request")
-    schemas = list(tools) or None
-    ids = tokenize_safely(guarded, messages, lambda chat, written: start_conversation(chat, written, schemas).tokens)
-    return EMPTY.extend(ids, chosen=False)
-
-
 def to_response(
     tokenizer: ChatTokenizer,
     call_format: ToolCallFormat | None,
@@ -336,8 +308,7 @@ def to_response(
     turn: int,
 ) -> tuple[ChatResponse, bool]:
     """The response that sampled tokens are, and whether they have a malformed tool call."""
-    words, is_complete = tokenizer.decode_action(tokens)
-    words = clean(words)
+    words, is_complete = read_action(tokenizer, tokens)
     end = min((index for string in stop if (index := words.find(string)) >= 0), default=None)
     if end is not None:
         words, is_complete = words[:end], True

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 from flowgrpo.types import JSON, BadInput
 
-MAX_DEPTH = 64  # nesting allowed in a request, and in the arguments of a tool call
 Message = Mapping[str, JSON]
 Kind = Literal["first", "append", "rewrite", "branch"]
 
@@ -103,21 +102,6 @@ def parse_arguments(arguments: Any) -> JSON:
         return json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-
-
-def is_nested_deeper(value: JSON, depth: int) -> bool:
-    """Whether objects and lists are nested in a value more than `depth` levels deep."""
-    level = [value]
-    for _ in range(depth + 1):
-        level = [
-            item
-            for container in level
-            if isinstance(container, Mapping | list | tuple)
-            for item in (container.values() if isinstance(container, Mapping) else container)
-        ]
-        if not level:
-            return False
-    return any(isinstance(item, Mapping | list | tuple) for item in level)
 
 
 def to_template(message: Message) -> dict[str, JSON]:

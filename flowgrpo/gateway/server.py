@@ -19,10 +19,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
+from flowgrpo.data.tool_calls import MAX_DEPTH, is_nested_deeper
 from flowgrpo.files import pip_install
 from flowgrpo.gateway import responses, wire
 from flowgrpo.gateway.auth import LOCAL, AccessMiddleware, AccessPolicy, make_protocol
-from flowgrpo.gateway.histories import MAX_DEPTH, is_nested_deeper
 from flowgrpo.gateway.wire import ChatRequest, ChatResponse, Decode, HTTPError
 from flowgrpo.types import JSON, BadInput
 

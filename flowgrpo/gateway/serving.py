@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 
 from flowgrpo.contracts import Call, Completion, Policy, Request, Result, Reward
-from flowgrpo.data.tokenizer import ChatTokenizer, guard
-from flowgrpo.gateway.agent_env import agent_env, render_messages, to_response, too_long_reason
+from flowgrpo.data.chat import make_chat
+from flowgrpo.data.tokenizer import ChatTokenizer
+from flowgrpo.gateway.agent_env import agent_env, to_response, too_long_reason
 from flowgrpo.gateway.agents import to_result
 from flowgrpo.gateway.histories import to_template
 from flowgrpo.gateway.live_session import LiveSession, SessionEnd, parse_reward, shielded, with_logprobs
 from flowgrpo.gateway.server import Tombstone, body_digest
-from flowgrpo.gateway.tool_calls import ToolCallFormat, tool_call_format
 from flowgrpo.gateway.wire import MAX_INT32, ChatRequest, ChatResponse, HTTPError
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.sampler import MAX_TOP_K
@@ -165,8 +165,13 @@ class ModelServer:
         )
         self.sessions: dict[str, RecordedSession] = {}
         self._lock = threading.Lock()
-        self._call_format: ToolCallFormat | None = tool_call_format(tokenizer.hf_tokenizer.chat_template)
-        self._guarded = guard(tokenizer)
+        self._chat = make_chat(
+            "serving",
+            tokenizer,
+            turns=settings.turns,
+            max_tokens=settings.max_tokens,
+            context_tokens=settings.context_tokens,
+        )
 
     # Sessions -----------------------------------------------------------------------------------------------
 
@@ -312,7 +317,7 @@ class ModelServer:
                 raise HTTPError(f"no answer came within {settings.timeout_seconds:g} s", status=504, code="timeout")
             response, _ = to_response(
                 self.tokenizer,
-                self._call_format,
+                self._chat.call_format,
                 completion.tokens,
                 prompt,
                 stop=request.stop,
@@ -330,7 +335,7 @@ class ModelServer:
         try:
             if request.prompt is None:
                 messages = [to_template(message) for message in request.messages]
-                return render_messages(self._guarded, self._call_format, messages, request.tools).tokens
+                return self._chat.begin(messages, request.tools).tokens
             ids = tuple(self.tokenizer.encode(request.prompt)) if isinstance(request.prompt, str) else request.prompt
         except BadInput as error:
             raise HTTPError(first_line(error)) from None

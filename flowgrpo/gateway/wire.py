@@ -14,7 +14,8 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import Literal
 
-from flowgrpo.gateway.histories import MAX_DEPTH, content_to_text, is_nested_deeper, parse_arguments
+from flowgrpo.data.tool_calls import MAX_DEPTH, is_nested_deeper
+from flowgrpo.gateway.histories import content_to_text, parse_arguments
 from flowgrpo.types import JSON, BadInput
 
 Decode = Callable[[Sequence[int]], str]  # token ids -> text

@@ -27,7 +27,6 @@ from flowgrpo.agent.rendering import fresh_context, growing_context
 from flowgrpo.agent.role_backends import endpoint_role, frozen_role, route_calls
 from flowgrpo.agent.state import DONE
 from flowgrpo.agent.system import AgentLimits, AgentRoles, agent_system
-from flowgrpo.agent.tool_arguments import Schema, signature
 from flowgrpo.agent.transcript import show_transcript
 from flowgrpo.algorithms.compose import newest_segment_only
 from flowgrpo.algorithms.options import Correction
@@ -35,6 +34,7 @@ from flowgrpo.contracts import Algorithm, HostEnv, Reward, Tool, ToolRunner
 from flowgrpo.data.task_files import parse_fields, read_tasks
 from flowgrpo.data.tasks import split_tasks
 from flowgrpo.data.tokenizer import ChatTokenizer, Messages, start_conversation
+from flowgrpo.data.tool_calls import Schema, signature
 from flowgrpo.files import make_folder, read_json, write_atomic
 from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.openai_client import remote

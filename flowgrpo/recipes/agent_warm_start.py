@@ -18,9 +18,9 @@ import jax
 
 from flowgrpo.agent.action_forms import ActionForm
 from flowgrpo.agent.examples import scripted_actions
-from flowgrpo.agent.tool_arguments import Schema
 from flowgrpo.contracts import HostEnv
 from flowgrpo.data.tokenizer import ChatTokenizer
+from flowgrpo.data.tool_calls import Schema
 from flowgrpo.learner.imitation import packed_imitation
 from flowgrpo.learner.state import adamw
 from flowgrpo.models.hf import load_model

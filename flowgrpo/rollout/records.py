@@ -38,7 +38,7 @@ class RecordedTrajectory(Trajectory):
     log: tuple[Effect, ...] = ()
     effect_counts: tuple[int, ...]
     output: str | None = None  # the final answer; None if there is none
-    reward_result: RewardResult | None = None  # None if no reward function was called
+    reward_result: RewardResult | None = None  # of a reward function, or of an environment whose reward stands
     reason: str = ""  # why it ended, unless the policy or the environment simply ended it
     seconds: float | None = None  # until its end, without the reward; None if it was not timed on its own
 
@@ -140,8 +140,8 @@ def abort(partial: PartialTrajectory, reason: str) -> RecordedTrajectory:
 
 
 def awaits_reward(trajectory: RecordedTrajectory) -> bool:
-    """Whether a reward function is to be called: the trajectory has a turn, and its status counts (F5)."""
-    return bool(trajectory.turns) and COUNTS[trajectory.status]
+    """Whether a reward function is to be called: there is a turn, no result yet, and the status counts (F5)."""
+    return bool(trajectory.turns) and trajectory.reward_result is None and COUNTS[trajectory.status]
 
 
 def with_reward_result(

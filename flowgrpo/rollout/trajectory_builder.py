@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from flowgrpo.contracts import Completion, HostEnv, HostObservation, HostStep, Request, ToolRunner
+from flowgrpo.contracts import Completion, HostEnv, HostObservation, HostStep, Request, RewardResult, ToolRunner
 from flowgrpo.rollout.effects import Effect
 from flowgrpo.rollout.records import PartialAction, PartialTrajectory, RecordedTrajectory
 from flowgrpo.types import COUNTS, BadInput, Status, Turn
@@ -145,6 +145,7 @@ class TrajectoryBuilder:
     extends_context: bool = True
     output: str | None = None
     correct: bool = False
+    is_judged: bool = False
     status: Status | None = None
     reason: str = ""
 
@@ -170,7 +171,7 @@ class TrajectoryBuilder:
             self.tools.append(step.tool)
             self.errors.append(step.error)
             self.rewards.append(None if step.reward is None else float(step.reward))
-            self.correct, self.output = step.correct, step.output
+            self.correct, self.output, self.is_judged = step.correct, step.output, step.is_judged
         self.last_step = checked
         failure = next((effect.result.failure for effect in effects if effect.result.failure), "")
         if failure:
@@ -261,14 +262,16 @@ class TrajectoryBuilder:
         assert self.status is not None
         counts = bool(self.turns) and COUNTS[self.status]
         rewards = [reward or 0.0 if by_turn else None for reward in self.rewards]
+        outcome = float(sum(reward or 0.0 for reward in self.rewards)) if counts else None
         return RecordedTrajectory(
             **self._common_fields(),
             turns=tuple(replace(turn, reward=reward) for turn, reward in zip(self.turns, rewards, strict=True)),
-            outcome=float(sum(reward or 0.0 for reward in self.rewards)) if counts else None,
+            outcome=outcome,
             correct=self.correct,
             status=self.status,
             extends_context=self.extends_context,
             output=self.output,
+            reward_result=RewardResult(outcome) if self.is_judged and counts else None,
             reason=self.reason,
             seconds=seconds,
         )

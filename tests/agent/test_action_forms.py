@@ -12,18 +12,18 @@ from flowgrpo.agent.rendering import fresh_context, growing_context
 from flowgrpo.agent.roles import planner
 from flowgrpo.agent.state import (
     ANSWER,
+    ANSWER_SCHEMA,
     AgentState,
     Budget,
-    Malformed,
     Memory,
     MemoryRecord,
     observation_line,
     render_memory,
 )
-from flowgrpo.agent.tool_arguments import ANSWER_SCHEMA, parse_object, to_arguments
 from flowgrpo.contracts import Result
 from flowgrpo.data.named_models import NAMED_MODELS
 from flowgrpo.data.tokenizer import BREAK, PLACEHOLDER, control_ids, start_conversation
+from flowgrpo.data.tool_calls import Malformed, parse_object, to_arguments
 from flowgrpo.recipes.task_sets import TASK_SETS
 from flowgrpo.training import names
 from flowgrpo.types import BadInput

@@ -5,10 +5,10 @@ from agent_cases import ADD, ECHO, SCHEMAS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgrpo.agent.action_forms import parse_lines, strip_thoughts
+from flowgrpo.agent.action_forms import parse_lines
 from flowgrpo.agent.roles import parse_arguments, parse_text, parse_verdict
-from flowgrpo.agent.state import AgentState, Budget, Malformed, PlannerChoice, Verdict
-from flowgrpo.agent.tool_arguments import parse_object, to_arguments, to_command
+from flowgrpo.agent.state import AgentState, Budget, PlannerChoice, Verdict
+from flowgrpo.data.tool_calls import Malformed, parse_object, strip_thoughts, to_arguments, to_command
 
 STATE = AgentState("t", "q", SCHEMAS, Budget(3, 100), "planner")
 DEEP = '{"a": ' * 30_000 + "1" + "}" * 30_000

@@ -5,8 +5,8 @@ from agent_cases import ADD, ECHO, SCHEMAS, agent_text, ids, make_system, plan, 
 
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import fresh_context, growing_context
-from flowgrpo.agent.tool_arguments import signature
 from flowgrpo.contracts import Call, Result
+from flowgrpo.data.tool_calls import signature
 from flowgrpo.rollout.effects import record_effects
 from flowgrpo.types import BadInput, Status
 

@@ -14,9 +14,9 @@ from tokenizer_cases import render
 
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import fresh_context, growing_context
-from flowgrpo.agent.tool_arguments import signature
 from flowgrpo.contracts import Call, Result
 from flowgrpo.data.tokenizer import add_messages, start_conversation
+from flowgrpo.data.tool_calls import signature
 from flowgrpo.types import Status
 
 WORDS = ("the capital of France", "2*3", "é世", "  x\n y", "<|im_end|>", "</s>", "[INST]", "<eos>", "<think>", "{}")

@@ -4,9 +4,9 @@ import numpy as np
 from agent_cases import SCHEMAS, agent_text, make_system, plan, play, run_tools
 
 from flowgrpo.agent import roles
-from flowgrpo.agent.tool_arguments import signature
 from flowgrpo.agent.transcript import show_transcript
 from flowgrpo.contracts import Result
+from flowgrpo.data.tool_calls import signature
 from flowgrpo.types import Turn
 
 TEXT = agent_text()

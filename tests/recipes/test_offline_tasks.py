@@ -9,8 +9,8 @@ import pytest
 from flowgrpo.agent import roles
 from flowgrpo.agent.rendering import growing_context
 from flowgrpo.agent.system import AgentLimits, AgentRoles, agent_system
-from flowgrpo.agent.tool_arguments import signature
 from flowgrpo.data.tokenizer import load_tokenizer
+from flowgrpo.data.tool_calls import signature
 from flowgrpo.models.hf import load_model
 from flowgrpo.recipes import registry
 from flowgrpo.recipes.agent_config import Config, preset

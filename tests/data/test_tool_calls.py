@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flowgrpo.gateway.tool_calls import ToolCall, parse_tool_calls, to_openai, tool_call_format
+from flowgrpo.data.tool_calls import ToolCall, parse_tool_calls, to_openai, tool_call_format
 
 CALL = {"name": "add", "arguments": {"x": 1}}
 
