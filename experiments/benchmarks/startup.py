@@ -47,7 +47,10 @@ PYTHON = [sys.executable, "-c"]
 IMPORTS = {
     "import jax": [*PYTHON, "import jax"],
     "import flowgrpo": [*PYTHON, "import flowgrpo"],
-    "import flowgrpo, and a run's parts": [*PYTHON, "import flowgrpo as fg; fg.recipes.pure.preset; fg.launch.num_cores"],
+    "import flowgrpo, and a run's parts": [
+        *PYTHON,
+        "import flowgrpo as fg; fg.recipes.pure.preset; fg.launch.num_cores",
+    ],
     "quickstart --help": [sys.executable, "-m", "experiments.quickstart", "--help"],
 }
 QUICKSTART = [sys.executable, "-m", "experiments.quickstart", "--updates=1"]

@@ -19,7 +19,7 @@ Modules:
     tool_calls       Tools in prompts, and the tool calls in a model's text
 """
 
-from flowgrpo.data.task_files import batches, read_tasks
+from flowgrpo.data.task_files import batches, read_tasks, to_tasks
 from flowgrpo.data.tasks import Tasks, batch_at, split_of, split_tasks, task_at
 from flowgrpo.data.tokenizer import (
     ChatTokenizer,

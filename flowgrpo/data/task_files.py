@@ -11,13 +11,13 @@ is the gold answer, the whole text is `metadata["solution"]`, its `<<48/2=24>>` 
 which end with `final`, and ids are hashes of the content. Other fields of a record, and those in its `metadata`, become
 the task's metadata; null is the same as missing. `fields` maps to other names, with dots into nested records; `id=#`
 makes ids from the content; `domain` is the default for records without one. A bad record is a `BadInput` with file,
-line and field; `skip_bad=True` leaves it out and reports it.
+line and field; `skip_bad=True` leaves it out and reports it. `to_tasks` also takes tasks and records that are there.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from hashlib import blake2b
 from itertools import count
@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qsl
 
-from flowgrpo.data.tasks import Tasks, batch_at, task_at
+from flowgrpo.data.tasks import Tasks, batch_at
 from flowgrpo.data.tokenizer import strict_json
 from flowgrpo.files import is_file, pip_install
-from flowgrpo.types import JSON, BadInput, Task, check_range
+from flowgrpo.types import JSON, BadInput, Task, check_range, first_line
 
 GYM = "reasoning_gym"
+ANY_DOMAIN = "env"  # of a record of any fields without a domain
 CONTENT = "#"  # pseudo-field: the id is a hash of the content
 DEFAULT = {"id": "id", "query": "query", "answers": "answers", "domain": "domain", "images": "images"}
 ANSWER_MARK = "####"  # between a solution of GSM8K and its answer
@@ -47,12 +48,44 @@ class FileRecord(NamedTuple):
     number: int  # of the line or row, from 1
 
 
+def to_tasks(
+    source: "str | Path | Tasks | Sequence[Task | Mapping[str, JSON]]",
+    *,
+    fields: Mapping[str, str] | None = None,
+    domain: str | None = None,
+    any_fields: bool = False,
+) -> Tasks:
+    """Tasks of whatever may be given for them: what `read_tasks` reads, `Tasks`, or a list of `Task`s and records.
+
+    Args:
+        source: the tasks; a record is a mapping, as a line of a file has one.
+        fields, domain, any_fields: as in `read_tasks`.
+    """
+    if isinstance(source, Tasks):
+        return source
+    if isinstance(source, str | Path):
+        return read_tasks(source, fields=fields, domain=domain, any_fields=any_fields)
+    if isinstance(source, Mapping) or not isinstance(source, Iterable):
+        raise BadInput(f"tasks are {source!r:.80}: give a path, a list of fg.Task, or a list of JSON objects")
+    tasks, parse = [], _parse_any_task if any_fields else _parse_task
+    for number, item in enumerate(source):
+        if isinstance(item, Mapping):
+            item = parse(FileRecord(f"task {number}", _plain_json(number, item), number), fields or {}, domain, Path())
+        if not isinstance(item, Task):
+            raise BadInput(f"task {number} is {item!r:.80}: give an fg.Task, or a JSON object")
+        tasks.append(item)
+    if not tasks:
+        raise BadInput("the list of tasks holds no task: give at least one")
+    return Tasks(tuple(tasks))
+
+
 def read_tasks(
     source: str | Path,
     *,
     fields: Mapping[str, str] | None = None,
     domain: str | None = None,
     skip_bad: bool = False,
+    any_fields: bool = False,
 ) -> Tasks:
     """The tasks of a JSONL or Parquet file, or of a `reasoning_gym:NAME` generator.
 
@@ -61,6 +94,7 @@ def read_tasks(
         fields: our names -> the file's, such as `{"query": "problem"}`.
         domain: of records that have none.
         skip_bad: leave bad records out, and list them in `Tasks.left_out`.
+        any_fields: a record may have any fields, and needs none: all are the task's metadata, as they are.
     """
     if str(source).startswith(GYM + ":"):
         return _generate_tasks(str(source))
@@ -74,9 +108,10 @@ def read_tasks(
         raise BadInput(f"{path} is no file; give the path of a task file")
     tasks: dict[str, tuple[Task, str]] = {}  # id -> (task, its place)
     left_out = []
+    parse = _parse_any_task if any_fields else _parse_task
     for record in readers[path.suffix](path):
         try:
-            task = _parse_task(record, fields or {}, domain, path.parent)
+            task = parse(record, fields or {}, domain, path.parent)
             if task.id in tasks:
                 first = tasks[task.id][1]
                 raise BadInput(
@@ -101,20 +136,23 @@ def read_tasks(
 
 
 def batches(
-    tasks: str | Path | Tasks | Sequence[Task], size: int, *, seed: int = 0, epochs: int | None = None
+    tasks: str | Path | Tasks | Sequence[Task | Mapping[str, JSON]],
+    size: int,
+    *,
+    seed: int = 0,
+    epochs: int | None = None,
 ) -> Iterator[list[Task]]:
     """Batches of `size` tasks in the shuffled order of `tasks.task_at`: a permutation for each epoch.
 
     Args:
-        tasks: `Tasks`, a list of them, or what `read_tasks` reads.
+        tasks: what `to_tasks` takes.
         size: tasks of a batch, which may cross the end of an epoch.
         seed: of the order.
         epochs: how often each task is seen, with a shorter last batch for what is left; None: endless.
     """
-    pool: Tasks | Sequence[Task] = read_tasks(tasks) if isinstance(tasks, str | Path) else tasks
+    pool = to_tasks(tasks)
     check_range("batches", "size", size, 1, whole=True)
     check_range("batches", "epochs", epochs, 1, whole=True, optional=True)
-    task_at(pool, seed, 0)  # raises if there is none
     total = None if epochs is None else epochs * len(pool)
     starts = count(0, size) if total is None else range(0, total, size)
     return (batch_at(pool, seed, i, size if total is None else min(size, total - i))[0] for i in starts)
@@ -187,14 +225,7 @@ def _parse_task(record: FileRecord, fields: Mapping[str, str], domain: str | Non
     place, content, _ = record
     if isinstance(content, str):
         raise BadInput(f"{place}: {content}")
-    content = {name: value for name, value in content.items() if value is not None}
-    names = {**_infer_fields(content), **fields}
-    if _is_gsm8k(content):
-        solution = content["answer"]
-        steps = [["calculator", expression.strip()] for expression in COMPUTATION.findall(solution)]
-        final = solution.rpartition(ANSWER_MARK)[2].strip()
-        extra = {"solution": solution} | ({"steps": steps, "final": final} if steps else {})
-        content = {**extra, **content, "answer": final}
+    names, content = _known_fields(content, fields)
     query = _text(place, names["query"], _take(place, content, names, "query"))
     has_tests = "tests" in content or "tests" in fields
     is_optional = "answers" not in fields and names["answers"] not in content and has_tests
@@ -213,6 +244,53 @@ def _parse_task(record: FileRecord, fields: Mapping[str, str], domain: str | Non
         value = _take(place, content, names, "id")
         identity = str(value) if type(value) is int else _text(place, names["id"], value)
     return Task(identity, query, answers, str(domain), _metadata(place, content, names, folder))
+
+
+def _parse_any_task(record: FileRecord, fields: Mapping[str, str], domain: str | None, _folder: Path) -> Task:
+    """The task of a record of any fields, which are its metadata; query, answers, domain and id if it has some."""
+    place, content, _ = record
+    if isinstance(content, str):
+        raise BadInput(f"{place}: {content}")
+    names, known = _known_fields(content, fields)
+    values = {name: _find(known, names[name]) for name in ("id", "query", "answers", "domain")}
+    try:
+        answers = () if values["answers"] is None else _answers(place, names["answers"], values["answers"])
+    except BadInput:  # they are something else here
+        answers = ()
+    identity = blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()
+    texts = {name: value for name, value in values.items() if isinstance(value, str) and value.strip()}
+    if type(values["id"]) is int:
+        texts["id"] = str(values["id"])
+    return Task(
+        texts.get("id", identity),
+        texts.get("query", ""),
+        answers,
+        texts.get("domain", domain or ANY_DOMAIN),
+        {**known, **content},
+    )
+
+
+def _known_fields(content: Mapping[str, JSON], fields: Mapping[str, str]) -> tuple[dict[str, str], dict[str, JSON]]:
+    """(our names -> the record's, the record without nulls), with GSM8K's solution taken apart."""
+    content = {name: value for name, value in content.items() if value is not None}
+    names = {**_infer_fields(content), **fields}
+    if _is_gsm8k(content):
+        solution = content["answer"]
+        steps = [["calculator", expression.strip()] for expression in COMPUTATION.findall(solution)]
+        final = solution.rpartition(ANSWER_MARK)[2].strip()
+        extra = {"solution": solution} | ({"steps": steps, "final": final} if steps else {})
+        content = {**extra, **content, "answer": final}
+    return names, content
+
+
+def _plain_json(number: int, content: Mapping[str, JSON]) -> dict[str, JSON]:
+    """A copy of a record; raises unless it is JSON."""
+    try:
+        return json.loads(json.dumps(dict(content), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadInput(
+            f"task {number} is no JSON ({first_line(error)}): give strings, numbers, lists, objects"
+        ) from None
 
 
 def _infer_fields(content: Mapping[str, JSON]) -> dict[str, str]:

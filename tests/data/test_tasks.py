@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowgrpo.data.task_files import batches, parse_fields, read_tasks
+from flowgrpo.data.task_files import batches, parse_fields, read_tasks, to_tasks
 from flowgrpo.data.tasks import Tasks, batch_at, permute, split_of, split_tasks, task_at
 from flowgrpo.types import BadInput, Task
 
@@ -72,6 +72,26 @@ def test_batches_follow_the_order_without_end_or_for_some_epochs():
             batches(wrong, 4)
     with pytest.raises(BadInput, match="epochs is 0"):
         batches(tasks, 4, epochs=0)
+
+
+def test_tasks_are_a_file_tasks_or_records_of_any_fields(write):
+    parcel, question = {"person": "Ann", "houses": [1, None]}, {"id": 7, "question": "2 + 2?", "answer": 4}
+    read = to_tasks(write(parcel, question), any_fields=True)
+    assert list(read) == list(to_tasks([parcel, question], any_fields=True))
+    assert (read[0].query, read[0].answers, read[0].domain, read[0].metadata) == ("", (), "env", parcel)
+    assert (read[1].id, read[1].answers, read[1].metadata) == ("7", ("4",), question)
+    assert list(to_tasks([GOOD])) == list(to_tasks(write(GOOD))) == list(to_tasks(to_tasks([GOOD]).items))
+    for wrong, words in (
+        ([parcel], "task 0: field 'query' is missing"),
+        (3, "give a path"),
+        ([3], "task 0 is 3: give an"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            to_tasks(wrong)
+    with pytest.raises(BadInput, match="is there twice"):
+        to_tasks([parcel, parcel], any_fields=True)
+    with pytest.raises(BadInput, match="task 0 is no JSON"):
+        to_tasks([{"person": object()}], any_fields=True)
 
 
 @given(st.sets(st.text(max_size=8).filter(lambda text: text.isascii()), max_size=60), st.randoms())
