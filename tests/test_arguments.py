@@ -11,8 +11,8 @@ from tiny_learner import BIGRAMS
 
 import flowgrpo as fg
 from flowgrpo.envs.arithmetic import Flaws
-from flowgrpo.training import loop
 from flowgrpo.training.run_dir import check_run
+from flowgrpo.training.stages import IterationSettings, make_update_stages
 
 NO_NUMBERS = (nan, inf, -inf, True, "3", [1])
 TASKS = fg.data.Tasks((fg.Task("a", "q", ("1",), "d"),))
@@ -37,7 +37,7 @@ SHARE, LEAST_0 = (-0.1, 1.1), (-1e-9,)
 NUMBERS = {  # constructor -> what is wrong of each argument beside what is no number at all
     partial(fg.adamw, learning_rate=0.1): dict.fromkeys(("learning_rate", "weight_decay"), LEAST_0)
     | {"clip_norm": POSITIVE, "final_fraction": SHARE, "warmup_steps": (-1, 0.5), "decay_steps": COUNT},
-    loop.Settings: dict.fromkeys(
+    IterationSettings: dict.fromkeys(
         ("queries", "samples", "oversample", "mini_batches", "epochs", "min_decode_batch"), COUNT
     )
     | {"micro_rows": COUNT, "temperature": POSITIVE},
@@ -123,11 +123,9 @@ def test_wrong_arguments_raise_one_sentence(said):
 
 
 def test_F4_groups_of_one_are_refused_if_they_have_no_signal():
-    settings = loop.Settings(samples=1)
+    settings = IterationSettings(samples=1)
     with pytest.raises(
         fg.BadInput, match=r"flow_grpo learns nothing from groups of one: Settings.samples is 1, set it"
     ):
-        loop.make_update_stages(BIGRAMS, fg.flow_grpo(), RATE, settings, banned=())
-    loop.make_update_stages(
-        BIGRAMS, fg.algorithms.reinforce_pp(), RATE, settings, banned=()
-    )  # its baseline is the batch's
+        make_update_stages(BIGRAMS, fg.flow_grpo(), RATE, settings, banned=())
+    make_update_stages(BIGRAMS, fg.algorithms.reinforce_pp(), RATE, settings, banned=())  # its baseline is the batch's

@@ -19,9 +19,10 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.trainable import ALL_PARAMS
 from flowgrpo.rollout.effects import no_effects
 from flowgrpo.rollout.host_adapter import as_host
-from flowgrpo.training import loop
 from flowgrpo.training.language_model import HostedConfig, HostedSetup, make_offloader
 from flowgrpo.training.planner import Planner
+from flowgrpo.training.pure_env import max_trajectory_tokens
+from flowgrpo.training.stages import IterationSettings
 from flowgrpo.training.warm_start import no_warm_start
 
 ENV = tiny_env(rounds=1)
@@ -32,7 +33,7 @@ POLICY = make_policy(
 CONFIG = HostedConfig(
     rendering="append",
     max_tokens=1,
-    context_tokens=loop.max_trajectory_tokens(ENV),
+    context_tokens=max_trajectory_tokens(ENV),
     slots=8,
     group_seconds=600.0,
     turn_seconds=600.0,
@@ -82,7 +83,7 @@ def make_setup(folder, engine: Engine, params, offload: str = "none", **settings
         tasks=tasks,
         algorithm=fg.flow_grpo(beta=0.01),
         optimizer=adamw(0.01),
-        sizes=loop.Settings(queries=4, samples=4, micro_rows=8),
+        sizes=IterationSettings(queries=4, samples=4, micro_rows=8),
         warm_start=lambda _: no_warm_start(jax.tree.map(jnp.copy, params)),
         format_trajectory=lambda *_: "",
     )

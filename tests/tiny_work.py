@@ -11,9 +11,9 @@ import optax
 
 from flowgrpo.evaluation.metrics import Evaluation, compute_metrics
 from flowgrpo.learner.state import init_learner
-from flowgrpo.training import loop
 from flowgrpo.training.config import TrainingConfig, setting
 from flowgrpo.training.session import EvaluatedTrainable, TestReport, Validation, validation_of
+from flowgrpo.training.stages import TrainState
 from flowgrpo.training.warm_start import WarmStart
 
 OPTIMIZER = optax.adam(1e-2)
@@ -72,7 +72,7 @@ def tiny_work(on_stage: Callable[[str, int], None] = lambda _stage, _update: Non
     return TinyTrainable(on_stage, Config(**settings))
 
 
-def _step(on_stage, state: loop.TrainState) -> tuple[loop.TrainState, dict]:
+def _step(on_stage, state: TrainState) -> tuple[TrainState, dict]:
     update = int(state.update) + 1
     on_stage("rollout", update)
     state, loss = _learn(state)
@@ -81,7 +81,7 @@ def _step(on_stage, state: loop.TrainState) -> tuple[loop.TrainState, dict]:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _learn(state: loop.TrainState) -> tuple[loop.TrainState, jax.Array]:
+def _learn(state: TrainState) -> tuple[TrainState, jax.Array]:
     params = state.learner.params
     x_rd = jax.random.normal(jax.random.fold_in(state.key, state.update), (8, 4))
     loss, grads = jax.value_and_grad(lambda params: jnp.mean((x_rd @ params["w"] + params["b"][None]) ** 2))(params)

@@ -60,7 +60,8 @@ from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import medians, seconds, show_columns, significant, timed
 from flowgrpo.rollout.compiled import make_rollout, repeat
 from flowgrpo.rollout.exams import draw_tasks
-from flowgrpo.training import loop
+from flowgrpo.training.pure_env import fused_step, max_trajectory_tokens, split_step
+from flowgrpo.training.stages import TrainState, init_train_state
 from flowgrpo.training.warm_start import warm_start
 from flowgrpo.types import Batch, Trajectories
 
@@ -85,11 +86,11 @@ def _imitate(width: int) -> Params:
 
 
 def _play(
-    setup: pure.Setup, params: Params, measure_more: Callable[[loop.TrainState, float], dict[str, float]]
+    setup: pure.Setup, params: Params, measure_more: Callable[[TrainState, float], dict[str, float]]
 ) -> dict[str, float]:
     """Median figures of iterations in three programs; `measure_more(run, tokens)` adds measurements of the same run."""
-    step = loop.split_step(setup.iteration)
-    start = replicate(loop.init_train_state(params, setup.optimizer, jax.random.key(0)), setup.policy.mesh)
+    step = split_step(setup.stages)
+    start = replicate(init_train_state(params, setup.optimizer, jax.random.key(0)), setup.policy.mesh)
     rows = []
     for update in range(1 + _REPEATS.value):
         run = start.replace(update=jnp.int32(update))
@@ -100,24 +101,24 @@ def _play(
     return medians(rows)
 
 
-def _make_stages(setup: pure.Setup) -> Callable[[loop.TrainState, float], dict[str, float]]:
+def _make_stages(setup: pure.Setup) -> Callable[[TrainState, float], dict[str, float]]:
     """Make the function that measures an iteration as one program, and stage by stage."""
-    fused_step = jax.jit(loop.fused_step(setup.iteration))
+    whole = jax.jit(fused_step(setup.stages))
     roll_out, compute_advantages, update = map(
-        jax.jit, (setup.iteration.rollout, setup.iteration.compute_advantages, setup.iteration.update)
+        jax.jit, (setup.stages.rollout, setup.stages.update.compute_advantages, setup.stages.update.update)
     )
     sizes = {
-        "max_trajectory_tokens": loop.max_trajectory_tokens(setup.env),
+        "max_trajectory_tokens": max_trajectory_tokens(setup.env),
         "trajectories": setup.sizes.queries * setup.sizes.samples,
     }
-    packing = setup.iteration.packer(**sizes)
+    packing = setup.stages.update.packer(**sizes)
 
-    def lay_out(trajectories: Trajectories) -> Batch:  # as `loop.split_step` does it
+    def lay_out(trajectories: Trajectories) -> Batch:  # as `pure_env.split_step` does it
         adv, weights, _ = jax.device_get(compute_advantages(trajectories))
         return packing(jax.device_get(trajectories), adv, weights, skip_no_signal=setup.algorithm.skips_zero_advantage)
 
-    def measure(run: loop.TrainState, tokens: float) -> dict[str, float]:
-        fused_seconds = seconds(lambda: fused_step(run))
+    def measure(run: TrainState, tokens: float) -> dict[str, float]:
+        fused_seconds = seconds(lambda: whole(run))
         rolling, rollout = timed(lambda: roll_out(run))
         packing, batch = timed(lambda: lay_out(rollout))
         durations = {"rollout": rolling, "credit_and_pack": packing, "update": seconds(lambda: update(run, batch))}

@@ -4,7 +4,7 @@
     python -m experiments.benchmarks.seeds --num_seeds=8 --updates=20 --lanes=1,4
 
 All train the baseline of `--study=credit` from the same warm-started planners. `alone` is a run of one seed
-(`loop.split_step`, rows sharded over all devices), compiled once and called for one seed after another; `alone, one
+(`pure_env.split_step`, rows sharded over all devices), compiled once and called for one seed after another; `alone, one
 program` the same as one program. `together` shards the seeds over the devices, `lanes` of them vmapped on each. Seconds
 are those of all seeds and updates, without compilation. The first three updates must agree up to rounding; after them
 near-ties are sometimes decided differently, so the success rates of all seeds at the end are compared as distributions.
@@ -42,7 +42,8 @@ from flowgrpo.parallel.row_sharding import data_mesh, map_runs, scan_updates, st
 from flowgrpo.recipes import pure
 from flowgrpo.report.progress import Progress, with_progress
 from flowgrpo.report.tables import show_lines, significant, timed
-from flowgrpo.training import loop
+from flowgrpo.training.iteration import train_loop
+from flowgrpo.training.pure_env import fused_step, split_step
 
 from ..studies import study_arms
 from ..studies.compare import map_over_seeds, study_config, warm_start_seeds
@@ -82,7 +83,7 @@ def _alone(step: Callable, runs: Any, updates: int) -> Timed:
 
     def train() -> None:
         for run in initial:
-            history = [(state, figures["success"]) for state, figures in loop.train_loop(step, run, updates)]
+            history = [(state, figures["success"]) for state, figures in train_loop(step, run, updates)]
             early.append(history[FIRST - 1][0].learner.params)
             success.append([success_rate for _, success_rate in history])
 
@@ -118,10 +119,10 @@ def main() -> None:
     parts = study_arms.build_arm(Arm(), config, world, updates=1, tasks=1)
     runs = jax.jit(map_runs(parts.begin))(planners)
     setup = pure.build(replace(config, mesh=None), env=parts.setup.env)
-    split_step = loop.split_step(setup.iteration)
-    step = loop.fused_step(parts.setup.iteration)
+    iteration = split_step(setup.stages)
+    step = fused_step(parts.setup.stages)
     methods: dict[str, Callable[[], Timed]] = {
-        "alone": lambda: _alone(split_step, runs, updates),
+        "alone": lambda: _alone(iteration, runs, updates),
         "alone, one program": lambda: _alone(jax.jit(step), runs, updates),
     }
     for lanes in whole_numbers(_LANES):

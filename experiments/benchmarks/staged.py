@@ -55,9 +55,9 @@ from flowgrpo.report.tables import show_columns, show_lines, significant
 from flowgrpo.rewards.combine import batch_reward
 from flowgrpo.rollout.hosted import RolloutResult, hosted
 from flowgrpo.rollout.records import to_trajectories
-from flowgrpo.training import loop
+from flowgrpo.training.iteration import Iteration, RolloutShape, Staging, Step, hosted_rollout
 from flowgrpo.training.planner import OFFLOAD
-from flowgrpo.training.staged import StagedSettings, Step, hosted_rollout, make_staged_step
+from flowgrpo.training.stages import IterationSettings, TrainState, init_train_state, make_update_stages
 from flowgrpo.types import Status, Task
 
 from .ceilings import open_model
@@ -109,7 +109,7 @@ def _make_step(model: Model, engine: Engine, rewards: Rewards, offloader: HostOf
     reward = batch_reward(rewards.score_all)
     rollout = hosted(_make_env(model.config.v), engine.submit, reward=reward, concurrency=concurrency, judges=queries)
 
-    def roll_out(run: loop.TrainState, **callbacks) -> RolloutResult:
+    def roll_out(run: TrainState, **callbacks) -> RolloutResult:
         update = int(run.update)
         engine.update_weights(run.learner.params, int(run.learner.version))
         tasks = [Task(f"{update * queries + group}", "", ("1",), "words") for group in range(queries)]
@@ -117,27 +117,21 @@ def _make_step(model: Model, engine: Engine, rewards: Rewards, offloader: HostOf
         repeated_tasks = [task for task in tasks for _ in range(samples)]
         return rollout(repeated_tasks, keys, np.repeat(np.arange(queries), samples).tolist(), **callbacks)
 
-    return make_staged_step(
-        model.policy,
-        flow_grpo(beta=0.01),
-        OPTIMIZER,
+    length = _TURNS.value * turn_length
+    settings = IterationSettings(queries=queries, samples=samples, micro_rows=8)
+    stages = make_update_stages(model.policy, flow_grpo(beta=0.01), OPTIMIZER, settings, banned=(0,), slots=length)
+    return Iteration(
         hosted_rollout(
-            roll_out, lambda played: to_trajectories(played.trajectories, (), turns=_TURNS.value, length=turn_length)
+            roll_out, lambda result: to_trajectories(result.trajectories, (), turns=_TURNS.value, length=turn_length)
         ),
-        offloader,
-        StagedSettings(
-            iteration=loop.Settings(queries=queries, samples=samples, micro_rows=8),
-            banned=(0,),
-            tools=0,
-            trajectories=queries * samples,
-            max_trajectory_tokens=_TURNS.value * turn_length,
-        ),
-        release=engine.release if moves else lambda: 0,
+        stages,
+        RolloutShape(tools=0, samples=samples, trajectories=queries * samples, max_trajectory_tokens=length),
+        Staging(offloader=offloader, scores_ahead=True, release=engine.release if moves else lambda: 0),
     )
 
 
-def _start(model: Model) -> loop.TrainState:
-    return loop.init_train_state(jax.tree.map(jnp.copy, model.params), OPTIMIZER, jax.random.key(7))
+def _start(model: Model) -> TrainState:
+    return init_train_state(jax.tree.map(jnp.copy, model.params), OPTIMIZER, jax.random.key(7))
 
 
 def _measure_stages(model: Model, engine: Engine, offload: str) -> dict[str, Any]:

@@ -35,8 +35,9 @@ from flowgrpo.parallel.row_sharding import scan_updates
 from flowgrpo.recipes import pure
 from flowgrpo.recipes.registry import ENVIRONMENTS
 from flowgrpo.rollout.exams import make_evaluation_rollout
-from flowgrpo.training import loop
 from flowgrpo.training.config import make_config
+from flowgrpo.training.pure_env import PureStages, RolloutTasks, fused_step, imitate, make_stages
+from flowgrpo.training.stages import TrainState, init_train_state
 from flowgrpo.types import Params, Trajectories
 
 METRICS = (  # by update
@@ -48,9 +49,9 @@ METRICS = (  # by update
 class ArmProgram(NamedTuple):
     """How an arm is trained: from a train state to a state of its own, by updates of that, and back."""
 
-    begin: Callable[[loop.TrainState], Any]
+    begin: Callable[[TrainState], Any]
     step: Callable[[Any], tuple[Any, Metrics]]
-    train_state: Callable[[Any], loop.TrainState]
+    train_state: Callable[[Any], TrainState]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ def warm_start_seed(key: jax.Array, *, setup: pure.Setup) -> SeedStart:
     """A new planner that has imitated the environment's demonstrations, for the Config's `warm_steps`."""
     init_key, demonstration_key, run_key = jax.random.split(key, 3)
     config, optimizer = setup.config, pure.warm_optimizer(setup)
-    params, _ = loop.imitate(
+    params, _ = imitate(
         setup.env,
         setup.policy,
         optimizer,
@@ -129,7 +130,7 @@ def build_arm(arm: Arm, config: pure.Config, env: Mapping[str, Any], *, updates:
     algorithm = None if arm.algorithm is None else arm.algorithm()
     changed = make_config(pure.Config, asdict(config) | dict(arm.changes))  # raises for an unknown setting
     setup = pure.build(changed, env=make_env(**{**env, **arm.env}), algorithm=algorithm)
-    program = iteration_program(setup.iteration) if arm.program is None else arm.program(setup)
+    program = iteration_program(setup.stages) if arm.program is None else arm.program(setup)
     rollout = make_evaluation_rollout(
         make_env(**{**env, **arm.eval_env}), setup.policy, "test", tasks=tasks, temperature=config.temperature
     )
@@ -137,7 +138,7 @@ def build_arm(arm: Arm, config: pure.Config, env: Mapping[str, Any], *, updates:
     def begin(start: SeedStart) -> Any:
         """The arm's state before its first update."""
         params = with_critic(setup.critic, jax.random.fold_in(start.key, 1), start.params)
-        return program.begin(loop.init_train_state(params, setup.optimizer, start.key))
+        return program.begin(init_train_state(params, setup.optimizer, start.key))
 
     def measure(state: Any, metrics: Metrics) -> ArmMetrics:
         train_state = program.train_state(state)
@@ -162,12 +163,12 @@ def build_arm(arm: Arm, config: pure.Config, env: Mapping[str, Any], *, updates:
 # Programs ---------------------------------------------------------------------------------------------
 
 
-def iteration_program(iteration: loop.Iteration) -> ArmProgram:
+def iteration_program(iteration: PureStages) -> ArmProgram:
     """Train by an iteration."""
-    return ArmProgram(_unchanged, loop.fused_step(iteration), _unchanged)
+    return ArmProgram(_unchanged, fused_step(iteration), _unchanged)
 
 
-def _unchanged(state: loop.TrainState) -> loop.TrainState:
+def _unchanged(state: TrainState) -> TrainState:
     return state
 
 
@@ -182,7 +183,7 @@ def imitate_teacher(setup: pure.Setup, *, oracle: bool = False, **teacher: Any) 
         env = env._replace(demonstrate=lambda _key, state: env.oracle(state))
     taught = setup._replace(env=env)
 
-    def step(state: loop.TrainState) -> tuple[loop.TrainState, Metrics]:
+    def step(state: TrainState) -> tuple[TrainState, Metrics]:
         return pure.imitation_step(taught, state.key)(state)
 
     return ArmProgram(_unchanged, step, _unchanged)
@@ -192,11 +193,11 @@ def distil_teacher(setup: pure.Setup, *, steps: int = 200, oracle: bool = False,
     """Learn from a teacher, for `opd`: the arm's start after `steps` updates of `imitate_teacher`."""
     imitation = imitate_teacher(setup, oracle=oracle, **teacher)
 
-    def begin(state: loop.TrainState) -> loop.TrainState:
+    def begin(state: TrainState) -> TrainState:
         taught, _ = scan_updates(imitation.step, state, updates=steps)
         return state.replace(reference=taught.learner.params)
 
-    return ArmProgram(begin, loop.fused_step(setup.iteration), _unchanged)
+    return ArmProgram(begin, fused_step(setup.stages), _unchanged)
 
 
 def scheduled_bonus(setup: pure.Setup, *, bonus: float, first: int = 0, last: int = 2**31 - 1) -> ArmProgram:
@@ -205,12 +206,12 @@ def scheduled_bonus(setup: pure.Setup, *, bonus: float, first: int = 0, last: in
     The bonus is part of the algorithm in all updates, so that entropy is measured over all tokens, signal or not.
     """
 
-    def step(state: loop.TrainState) -> tuple[loop.TrainState, Metrics]:
+    def step(state: TrainState) -> tuple[TrainState, Metrics]:
         is_on = (state.update >= first) & (state.update <= last)
         algorithm = flow_grpo(beta=0.0, clip_high=setup.config.clip_high, entropy_bonus=jnp.where(is_on, bonus, 0.0))
-        iteration = loop.make_iteration(setup.env, setup.policy, algorithm, setup.optimizer, setup.sizes)
+        iteration = make_stages(setup.env, setup.policy, algorithm, setup.optimizer, setup.sizes)
         trajectories = iteration.rollout(state)
-        update = loop.fused_step(iteration._replace(generate=lambda *_: trajectories, judge=None))
+        update = fused_step(iteration._replace(generate=lambda *_: trajectories, judge=None))
         state, metrics = update(state)
         return state, metrics | {"task_information": task_information(trajectories)}
 
@@ -220,22 +221,22 @@ def scheduled_bonus(setup: pure.Setup, *, bonus: float, first: int = 0, last: in
 class StaleState(struct.PyTreeNode):
     """A train state whose trajectories are sampled with older parameters."""
 
-    current: loop.TrainState
+    current: TrainState
     older: Params  # [lag, ...] the oldest first
 
 
 def stale_sampler(setup: pure.Setup, *, lag: int) -> ArmProgram:
     """Trajectories are sampled with the parameters of `lag` updates ago."""
 
-    def begin(state: loop.TrainState) -> StaleState:
+    def begin(state: TrainState) -> StaleState:
         older = jax.tree.map(lambda x: jnp.broadcast_to(x, (lag, *x.shape)), state.learner.params)
         return StaleState(state, older)
 
     def step(stale: StaleState) -> tuple[StaleState, Metrics]:
         learner = stale.current.learner
         oldest = learner.replace(params=jax.tree.map(lambda x: x[0], stale.older))
-        trajectories = setup.iteration.rollout(stale.current.replace(learner=oldest))
-        update = loop.fused_step(setup.iteration._replace(generate=lambda *_: trajectories, judge=None))
+        trajectories = setup.stages.rollout(stale.current.replace(learner=oldest))
+        update = fused_step(setup.stages._replace(generate=lambda *_: trajectories, judge=None))
         state, metrics = update(stale.current)
         older = jax.tree.map(lambda x, new: jnp.concatenate([x[1:], new[None]]), stale.older, learner.params)
         return StaleState(state, older), metrics
@@ -245,9 +246,9 @@ def stale_sampler(setup: pure.Setup, *, lag: int) -> ArmProgram:
 
 def quantised_rollouts(setup: pure.Setup, *, kind: str) -> ArmProgram:
     """Trajectories are sampled with quantised layers; the parameters themselves are updated in full precision."""
-    iteration, factors = setup.iteration, matrices(pure.small_decoder_config(setup.env, setup.config))
+    iteration, factors = setup.stages, matrices(pure.small_decoder_config(setup.env, setup.config))
 
-    def generate(params: Params, tasks: loop.RolloutTasks) -> Trajectories:
+    def generate(params: Params, tasks: RolloutTasks) -> Trajectories:
         return iteration.generate(quantise_layers(actor_params(params), factors, kind=kind), tasks)
 
     return iteration_program(iteration._replace(generate=generate))
@@ -257,9 +258,9 @@ def reward_answered_calls(setup: pure.Setup) -> ArmProgram:
     """Train with `answered_call_rewards` instead of one outcome."""
 
     def generate(*inputs: Any) -> Trajectories:
-        return answered_call_rewards(setup.iteration.generate(*inputs))
+        return answered_call_rewards(setup.stages.generate(*inputs))
 
-    return iteration_program(setup.iteration._replace(generate=generate))
+    return iteration_program(setup.stages._replace(generate=generate))
 
 
 def answered_call_rewards(trajectories: Trajectories) -> Trajectories:

@@ -24,12 +24,12 @@ from flowgrpo.recipes.registry import make_env
 from flowgrpo.report.trajectory_page import write_viewer
 from flowgrpo.rollout.records import RecordedTrajectory, from_json, to_trajectories
 from flowgrpo.rollout.trajectory_view import TokenDecoder, make_token_decoder, make_word_decoder, shown_trajectory
-from flowgrpo.training import loop
 from flowgrpo.training.config import RunConfig
 from flowgrpo.training.language_model import ADVANTAGES, HostedConfig
 from flowgrpo.training.planner import load_start, make_planner
+from flowgrpo.training.pure_env import max_trajectory_tokens
 from flowgrpo.training.run_dir import START
-from flowgrpo.training.staged import has_fresh_contexts, split_turns
+from flowgrpo.training.stages import has_fresh_contexts, split_turns
 from flowgrpo.types import BadInput, Params, Trajectories
 
 BLOCK = 16  # trajectories that are scored together
@@ -96,7 +96,7 @@ def ratios_of(
             params,
             ScoreSettings(temperature=config.temperature, banned=(PAD,)),
             micro_rows=BLOCK,
-            slots=loop.max_trajectory_tokens(make_env(config.env)),
+            slots=max_trajectory_tokens(make_env(config.env)),
         )
     else:
         assert isinstance(config, HostedConfig)

@@ -31,9 +31,9 @@ from flowgrpo.recipes.cluster_config import Config
 from flowgrpo.report.metrics import MetricsWriter
 from flowgrpo.rollout.effects import EffectLog
 from flowgrpo.rollout.records import RecordedTrajectory, RolloutResult, from_json
-from flowgrpo.training import loop
 from flowgrpo.training.checkpoints import Checkpoints, params_sha256
-from flowgrpo.training.hosted_training import HostedTrainable, make_hosted_step, to_judged_rollout
+from flowgrpo.training.hosted_training import HostedTrainable, make_hosted_iteration, to_judged_rollout
+from flowgrpo.training.iteration import Rollout, RolloutCallbacks
 from flowgrpo.training.kill_series import result_of
 from flowgrpo.training.language_model import (
     HostedSetup,
@@ -43,7 +43,7 @@ from flowgrpo.training.language_model import (
 )
 from flowgrpo.training.run_dir import START
 from flowgrpo.training.session import Session, trainable_folder, validation_of
-from flowgrpo.training.staged import JudgedRollout, RolloutCallbacks
+from flowgrpo.training.stages import TrainState
 from flowgrpo.types import JSON, BadInput, Ledger, Metrics, Params, PyTree
 
 NAME = "cluster"
@@ -107,7 +107,7 @@ class ClusterTrainer:
             self._stack.enter_context(trainable_folder(NAME, config, folder, lock_timeout=LOCK_TIMEOUT))
         self.setup = self._stack.enter_context(agent.build(config, folder))
         self.session = Session(_RemoteRolloutTrainable(self.setup, NAME), folder)
-        self._step = make_hosted_step(self.setup, self._roll_out)
+        self._step = make_hosted_iteration(self.setup, self._roll_out)
 
     def heartbeat(self) -> Heartbeat:
         """State of this process; the master knows what it is doing."""
@@ -160,7 +160,7 @@ class ClusterTrainer:
         sent |= {"known": NO_RATES if sampler is None else sampler.changed_rates(update - 1)}
         return sent, weights
 
-    def _roll_out(self, state: loop.TrainState, callbacks: RolloutCallbacks) -> JudgedRollout:
+    def _roll_out(self, state: TrainState, callbacks: RolloutCallbacks) -> Rollout:
         """The rollout of this update, from the trajectories of other workers."""
         result = RolloutResult(self._batch.trajectories, (), Ledger(), 0, {})
         rollout = to_judged_rollout(self.setup, state, result)

@@ -27,10 +27,10 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, load_model, save_model
 from flowgrpo.models.trainable import cast
 from flowgrpo.recipes.finetune_config import Config
-from flowgrpo.training import loop
 from flowgrpo.training.checkpoints import params_sha256
 from flowgrpo.training.next_steps import closing_message, command, list_contents
 from flowgrpo.training.session import Session, Step, Trainable, Validation, run_session
+from flowgrpo.training.stages import TrainState
 from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.types import BadInput, Batch, Metrics, Params, Trajectory
 
@@ -216,7 +216,7 @@ class FinetuneTrainable(Trainable):
     def make_step(self) -> Step:
         return self._step
 
-    def _step(self, state: loop.TrainState) -> tuple[loop.TrainState, dict[str, Any]]:
+    def _step(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         examples, config, step = self.parts.examples.train, self.parts.config, int(state.update)
         (indices,) = batches(len(examples), config.batch, config.seed, step, step + 1)
         batch = self.parts.objective.collate([examples[i] for i in indices])

@@ -46,8 +46,15 @@ from flowgrpo.rollout import exams
 from flowgrpo.rollout.compiled import shuffled_rewards
 from flowgrpo.rollout.records import RecordedTrajectory
 from flowgrpo.rollout.trajectory_view import to_records
-from flowgrpo.training import loop
 from flowgrpo.training.language_model import write_trajectories
+from flowgrpo.training.pure_env import (
+    CompiledRollout,
+    PureStages,
+    RolloutTasks,
+    demonstration_rows,
+    make_stages,
+    split_step,
+)
 from flowgrpo.training.run_dir import read_run
 from flowgrpo.training.session import (
     EvaluatedTrainable,
@@ -60,6 +67,7 @@ from flowgrpo.training.session import (
     train_line,
     validation_of,
 )
+from flowgrpo.training.stages import IterationSettings, TrainState
 from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.training.warm_start import WarmStart
 from flowgrpo.types import BadInput, Metrics, Params, PyTree, Task, Trajectories
@@ -82,8 +90,8 @@ class Setup(NamedTuple):
     policy: Policy
     algorithm: Algorithm
     optimizer: optax.GradientTransformation
-    sizes: loop.Settings
-    iteration: loop.Iteration
+    sizes: IterationSettings
+    stages: PureStages
     to_mesh: Callable[[PyTree], PyTree]  # places a tree of parameters on the mesh
     critic: ValueModel | None = None
 
@@ -119,7 +127,7 @@ def build(config: Config, *, env: Env | None = None, algorithm: Algorithm | None
             critic = separate_network(policy, make_critic(decoder), init=copied_trunk(decoder))
         optimizer = partition_optimizer(optimizer, decayed_adamw(config.critic_rate, steps, config.decay_to))
 
-    sizes = loop.Settings(
+    sizes = IterationSettings(
         queries=config.queries,
         samples=config.samples,
         oversample=config.oversample,
@@ -134,8 +142,8 @@ def build(config: Config, *, env: Env | None = None, algorithm: Algorithm | None
     if critic is not None:
         axes = ActorCritic(axes, critic_axes(decoder) if config.critic == "own" else {HEAD: "d"})
     to_mesh = partial(place_state, mesh=mesh, axes=axes)
-    iteration = loop.make_iteration(env, policy, algorithm, optimizer, sizes, judge=judge, critic=critic)
-    return Setup(config, env, policy, algorithm, optimizer, sizes, iteration, to_mesh, critic)
+    stages = make_stages(env, policy, algorithm, optimizer, sizes, judge=judge, critic=critic)
+    return Setup(config, env, policy, algorithm, optimizer, sizes, stages, to_mesh, critic)
 
 
 def small_decoder_config(env: Env, config: Config) -> DecoderConfig:
@@ -179,10 +187,8 @@ def warm_optimizer(setup: Setup) -> optax.GradientTransformation:
 def planner_imitation(setup: Setup, keys: Mapping[str, jax.Array]) -> WarmStart:
     """The imitation before RL. The demonstrations of a step follow from its number, so it can be resumed."""
     config, key = setup.config, keys["demonstrations"]
-    draw = jit_quickly(partial(loop.demonstration_rows, setup.env, rows=config.warm_rows))
-    validation_rows = jit_quickly(
-        partial(loop.demonstration_rows, setup.env, rows=VALIDATION_ROWS, split="validation")
-    )(key)
+    draw = jit_quickly(partial(demonstration_rows, setup.env, rows=config.warm_rows))
+    validation_rows = jit_quickly(partial(demonstration_rows, setup.env, rows=VALIDATION_ROWS, split="validation"))(key)
     loss = jax.jit(make_validation(setup.policy, banned=(PAD,)))
     optimizer = warm_optimizer(setup)
     params = jax.jit(setup.policy.init)(keys["start"])
@@ -197,14 +203,14 @@ def planner_imitation(setup: Setup, keys: Mapping[str, jax.Array]) -> WarmStart:
     )
 
 
-def imitation_step(setup: Setup, key: jax.Array) -> Callable[[loop.TrainState], tuple[loop.TrainState, Metrics]]:
+def imitation_step(setup: Setup, key: jax.Array) -> Callable[[TrainState], tuple[TrainState, Metrics]]:
     """A control experiment: imitate as many trajectories per update as RL would sample."""
     rows = setup.sizes.queries * setup.sizes.samples
     step = make_supervised(setup.policy, setup.optimizer, banned=(PAD,), micro_rows=setup.sizes.micro_rows)
 
-    def imitate(state: loop.TrainState) -> tuple[loop.TrainState, Metrics]:
+    def imitate(state: TrainState) -> tuple[TrainState, Metrics]:
         update_key = jax.random.fold_in(jax.random.fold_in(key, 1), state.update)
-        batch = loop.demonstration_rows(setup.env, update_key, rows=rows)
+        batch = demonstration_rows(setup.env, update_key, rows=rows)
         learner, loss = step(state.learner, batch)
         tokens = (batch.segments > 0).sum()
         return state.replace(learner=learner, update=state.update + 1), {"loss": loss, "tokens": tokens}
@@ -223,9 +229,10 @@ class PureTrainable(EvaluatedTrainable):
 
     def __init__(self, setup: Setup, folder: Path | None = None):
         self.setup, self._folder, self._keys = setup, folder, seed_keys(setup.config.seed)
-        self._step = loop.split_step(setup.iteration)
+        roll_out = CompiledRollout(setup.stages)
+        self.iteration = split_step(setup.stages, roll_out)
         counts = {"validation": VALIDATION_TASKS, "test": setup.config.test_tasks}
-        self._evaluations = {split: _Evaluation(setup, self._step, split, count) for split, count in counts.items()}
+        self._evaluations = {split: _Evaluation(setup, roll_out, split, count) for split, count in counts.items()}
         if setup.config.teacher is not None and folder is not None:  # a run that is only read has it in its checkpoint
             self.teacher_params = teacher_params(setup.config)
         super().__init__(
@@ -247,10 +254,10 @@ class PureTrainable(EvaluatedTrainable):
     def warm_start(self) -> WarmStart:
         return planner_imitation(self.setup, self._keys)
 
-    def compile_ahead(self, state: loop.TrainState) -> None:
+    def compile_ahead(self, state: TrainState) -> None:
         """Compile an iteration and the evaluations."""
         if self.setup.config.control != "supervised":
-            self._step.compile(state)
+            self.iteration.compile(state)
         for split, evaluation in self._evaluations.items():
             evaluation.compile(state.learner.params, self._keys[split])
 
@@ -261,7 +268,7 @@ class PureTrainable(EvaluatedTrainable):
         """An iteration; or a step of imitation, if that is the control."""
         if self.setup.config.control == "supervised":
             return imitation_step(self.setup, self._keys["demonstrations"])
-        return self._step
+        return self.iteration
 
     def metrics_line(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return train_line(metrics, tools=self.setup.env.tools)
@@ -300,14 +307,14 @@ class _Evaluation:
     An evaluation of far more or far fewer tasks than an iteration has is compiled as a program of its own.
     """
 
-    def __init__(self, setup: Setup, step: loop.SplitStep, split: str, tasks: int):
+    def __init__(self, setup: Setup, roll_out: CompiledRollout, split: str, tasks: int):
         self._env, self._split, self._tasks = setup.env, split, tasks
-        self._block_size, self._generate = step.trajectories, step.generate
+        self._block_size, self._generate = roll_out.trajectories, roll_out.generate
         shares = tasks <= MAX_BLOCKS * self._block_size and self._block_size <= MAX_UNUSED * tasks
         self._own_program = None if shares else jax.jit(_make_evaluation_rollout(setup, split, tasks))
         self._num_blocks = -(-tasks // self._block_size)
-        self._draw = step.jit_tasks(self._draw_blocks)
-        self._pick = step.jit_tasks(lambda blocks, index: jax.tree.map(lambda x: x[index], blocks))
+        self._draw = roll_out.jit_tasks(self._draw_blocks)
+        self._pick = roll_out.jit_tasks(lambda blocks, index: jax.tree.map(lambda x: x[index], blocks))
 
     def __call__(self, params: Params, key: jax.Array, version: int = 0) -> Trajectories:
         """The trajectories, on the host, with parameters of this version."""
@@ -333,7 +340,7 @@ class _Evaluation:
             blocks = compile_ahead(self._draw, key, 0)
             compile_ahead(self._generate, params, compile_ahead(self._pick, blocks, 0))
 
-    def _draw_blocks(self, key: jax.Array, version: int) -> loop.RolloutTasks:
+    def _draw_blocks(self, key: jax.Array, version: int) -> RolloutTasks:
         """The tasks and keys in blocks; the last block is filled up with the first tasks."""
         tasks, keys, _ = exams.evaluation_inputs(self._env, key, self._tasks, self._split)
         index_bw = (jnp.arange(self._num_blocks * self._block_size) % self._tasks).reshape(
@@ -341,7 +348,7 @@ class _Evaluation:
         )
         tasks, keys = jax.tree.map(lambda x: x[index_bw], (tasks, keys))
         unused = jax.random.split(key, self._num_blocks)
-        return loop.RolloutTasks(tasks, keys, index_bw, jnp.full(self._num_blocks, version, jnp.int32), unused)
+        return RolloutTasks(tasks, keys, index_bw, jnp.full(self._num_blocks, version, jnp.int32), unused)
 
 
 # Metrics and records ------------------------------------------------------------------------------------

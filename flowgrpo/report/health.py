@@ -179,7 +179,7 @@ def _sampler_words(kl: float, limit: float) -> str:
 
 def _record(history: History, line: Line) -> bool:
     """Append the metrics of a line -> whether any metrics of its phase are watched."""
-    phase = line.get("phase", "train")  # lines of `loop.train_loop` have none
+    phase = line.get("phase", "train")  # lines of `training.train_loop` have none
     names = WATCHED.get(phase, ())
     metrics = without_empty_means(line)
     for name in names:

@@ -1,7 +1,7 @@
 """Training on a host environment: `train_hosted`, and `HostedTrainable`, the stages of such a run for a `Session`.
 
-An iteration is that of `staged` with a hosted rollout: the engine gets the new weights, the trajectories of all groups
-run at once, and the reference scores while the last of them are judged. The setting `offload` says where a stage keeps
+The rollout of an `Iteration` is hosted: the engine gets the new weights, the trajectories of all groups run at once,
+and the reference scores while the last of them are judged. The setting `offload` says where a stage keeps
 the models that it does not use: "none" leaves them on the device; "host" and "disk" move them, and drop the engine's
 cache after each rollout. An iteration that takes longer than `watch_seconds` reports what it waits for. The tasks of an
 update follow from its number, and keys from `fold_in(seed, update)`, so a resumed run equals one that never stopped
@@ -25,8 +25,9 @@ from flowgrpo.rewards.combine import SECOND_CHECK
 from flowgrpo.rollout.compiled import shuffled_rewards
 from flowgrpo.rollout.effects import EffectLog
 from flowgrpo.rollout.records import RecordedTrajectory, RolloutResult
-from flowgrpo.training import language_model, loop
+from flowgrpo.training import language_model
 from flowgrpo.training.checkpoints import Checkpoints
+from flowgrpo.training.iteration import Iteration, RollOut, Rollout, RolloutCallbacks, RolloutShape, Staging
 from flowgrpo.training.language_model import (
     ADVANTAGES,
     HostedConfig,
@@ -52,7 +53,7 @@ from flowgrpo.training.session import (
     train_line,
     validation_of,
 )
-from flowgrpo.training.staged import JudgedRollout, Rollout, RolloutCallbacks, StagedSettings, make_staged_step
+from flowgrpo.training.stages import Advantages, TrainState, make_update_stages
 from flowgrpo.training.time_budget import TimeBudget
 from flowgrpo.training.warm_start import WarmStart
 from flowgrpo.types import BadInput, Metrics, Params, PyTree, Status, Task
@@ -138,7 +139,7 @@ class HostedTrainable(EvaluatedTrainable):
 
     def make_step(self) -> Step:
         # An adapter's base is also the start's, so it is not donated; the rest of such a run is small.
-        return make_hosted_step(self.setup, self.roll_out, donates=self.subset is ALL_PARAMS)
+        return make_hosted_iteration(self.setup, self.roll_out, donates=self.subset is ALL_PARAMS)
 
     def metrics_line(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return train_line(metrics, tools=self.setup.env.tools)
@@ -149,7 +150,7 @@ class HostedTrainable(EvaluatedTrainable):
     def test(self, params: Sequence[Params], versions: Sequence[int]) -> TestReport:
         return language_model.test(self.setup, eval_key(self.setup, "test"), params, versions)
 
-    def roll_out(self, state: loop.TrainState, callbacks: RolloutCallbacks) -> JudgedRollout:
+    def roll_out(self, state: TrainState, callbacks: RolloutCallbacks) -> Rollout:
         """Roll out all groups of an update at once. The engine's token counts depend on timing, so they are timings."""
         setup, engine, update = self.setup, self.setup.engine, int(state.update)
         lost, recomputed, prefilled = engine.lost, engine.recomputed.tokens, engine.prefilled
@@ -194,32 +195,36 @@ def eval_key(setup: HostedSetup, split: str) -> jax.Array:
 # Training -----------------------------------------------------------------------------------------------
 
 
-def make_hosted_step(setup: HostedSetup, roll_out: Rollout, *, donates: bool = False) -> Step:
-    """`step(state) -> (state, metrics)`: one iteration, whose trajectories come from `roll_out`.
+def make_hosted_iteration(setup: HostedSetup, roll_out: RollOut, *, donates: bool = False) -> Iteration:
+    """The iteration of a run, whose trajectories come from `roll_out`.
 
     With `donates` the update overwrites parameters and optimizer state of the state that it is given.
     """
-    sizes, config, planner = setup.sizes, setup.config, setup.planner
-    settings = StagedSettings(
-        iteration=sizes,
-        banned=setup.model.banned,
+    sizes, config, planner, algorithm = setup.sizes, setup.config, setup.planner, setup.algorithm
+    shape = RolloutShape(
         tools=len(setup.env.tools),
+        samples=sizes.samples,
         trajectories=sizes.queries * sizes.oversample * sizes.samples,
-        turns=1 if config.rendering == "append" else setup.env.max_turns,
         max_trajectory_tokens=config.context_tokens,
+        turns=1 if config.rendering == "append" else setup.env.max_turns,
+    )
+    stages = make_update_stages(
+        planner.policy,
+        algorithm,
+        setup.optimizer,
+        sizes,
+        banned=setup.model.banned,
         trainable=planner.trainable,
+        slots=config.context_tokens,
+    )
+    staging = Staging(
+        offloader=setup.offloader,
+        release=setup.engine.release,  # its cache is useless under new weights
+        scores_ahead=True,
         donates=donates,
         watch_seconds=config.watch_seconds,
     )
-    return make_staged_step(
-        planner.policy,
-        setup.algorithm,
-        setup.optimizer,
-        roll_out,
-        setup.offloader,
-        settings,
-        release=setup.engine.release,  # its cache is useless under new weights
-    )
+    return Iteration(roll_out, stages, shape, staging)
 
 
 def training_tasks(setup: HostedSetup, update: int) -> list[Task]:
@@ -231,8 +236,8 @@ def training_tasks(setup: HostedSetup, update: int) -> list[Task]:
 
 
 def to_judged_rollout(
-    setup: HostedSetup, state: loop.TrainState, result: RolloutResult, timings: Mapping[str, Any] = {}
-) -> JudgedRollout:
+    setup: HostedSetup, state: TrainState, result: RolloutResult, timings: Mapping[str, Any] = {}
+) -> Rollout:
     """An update's rollout as arrays, with metrics by domain; the first groups are written to trajectories/."""
     update, trajectories = int(state.update), finalize_rollout(result).trajectories  # in the order of the arrays
     check_prompts_fit(setup.config, update, trajectories)
@@ -247,7 +252,7 @@ def to_judged_rollout(
     path = setup.folder / "trajectories" / f"{update + 1:06d}.jsonl"
     write_trajectories(path, [trajectories[i] for i in recorded])
 
-    def on_advantages(advantages: loop.Advantages) -> None:
+    def on_advantages(advantages: Advantages) -> None:
         rows = np.asarray(advantages.adv)[np.array(recorded, int)]
         write_advantages(path.with_suffix(ADVANTAGES), [trajectories[i] for i in recorded], rows)
 
@@ -261,7 +266,7 @@ def to_judged_rollout(
         metrics |= setup.task_metrics(update)
     else:
         metrics |= setup.task_sampler.record_results(update, trajectories)
-    return JudgedRollout(rollout, metrics, timings, on_advantages)
+    return Rollout(rollout, trajectories, metrics, timings, on_advantages)
 
 
 def check_prompts_fit(config: HostedConfig, update: int, trajectories: Sequence[RecordedTrajectory]) -> None:

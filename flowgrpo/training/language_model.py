@@ -32,11 +32,11 @@ from flowgrpo.rollout.hosted import ConcurrencyLimit, HostedRollout
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.rollout.records import RecordedTrajectory, RolloutResult, abort, to_json, to_trajectories
 from flowgrpo.rollout.trajectory_thread import Submit
-from flowgrpo.training import loop
 from flowgrpo.training.curriculum import Draw, HardTaskSampler
 from flowgrpo.training.planner import OFFLOAD, Planner
 from flowgrpo.training.session import TestReport, before_after_table
 from flowgrpo.training.settings import HostedConfig
+from flowgrpo.training.stages import IterationSettings
 from flowgrpo.training.warm_start import WarmStart
 from flowgrpo.types import BadInput, Metrics, Params, Task, Trajectories
 
@@ -60,7 +60,7 @@ class HostedSetup(NamedTuple):
     tasks: Draw
     algorithm: Algorithm
     optimizer: optax.GradientTransformation
-    sizes: loop.Settings
+    sizes: IterationSettings
     warm_start: Callable[["HostedSetup"], WarmStart]  # called with the running setup, which has a journal and progress
     format_trajectory: Callable[[HostEnv, RecordedTrajectory], str]
     is_solved: Callable[[RewardResult], bool] = is_solved  # recorded as `correct`
@@ -96,9 +96,9 @@ def make_engine(model: Model, config: HostedConfig, *, max_recorded_top_k: int =
     return Engine(model.policy, model.params, settings, detokenize=model.tokenizer.decode)
 
 
-def sizes_of(config: HostedConfig, planner: Planner) -> loop.Settings:
+def sizes_of(config: HostedConfig, planner: Planner) -> IterationSettings:
     """Sizes of an iteration."""
-    return loop.Settings(
+    return IterationSettings(
         queries=config.queries,
         samples=config.samples,
         temperature=config.temperature,

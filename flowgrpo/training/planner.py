@@ -24,9 +24,9 @@ from flowgrpo.models.lora import LoraConfig, LoraParams, adapter_axes, init_adap
 from flowgrpo.models.trainable import ADAPTER, ALL_PARAMS, TrainableSubset, cast
 from flowgrpo.parallel.offload import DEVICE, DISK, HOST
 from flowgrpo.parallel.sharding import decoder_axes, place_state, resolve_mesh, shard_policy
-from flowgrpo.training.loop import rollout_params
 from flowgrpo.training.names import WHOLE_BASE
 from flowgrpo.training.settings import PlannerConfig
+from flowgrpo.training.stages import rollout_params
 from flowgrpo.types import BadInput, Params, PyTree
 
 OFFLOAD = {"none": DEVICE, "host": HOST, "disk": DISK}

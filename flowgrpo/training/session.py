@@ -37,19 +37,19 @@ from flowgrpo.report.metrics import (
 from flowgrpo.report.plots import draw_curves
 from flowgrpo.report.progress import Progress
 from flowgrpo.report.sinks import open_sinks
-from flowgrpo.training import loop
 from flowgrpo.training.checkpoints import Checkpoints, is_disk_full, params_sha256
 from flowgrpo.training.config import RunConfig
+from flowgrpo.training.iteration import Step, to_numbers
 from flowgrpo.training.next_steps import training_message
 from flowgrpo.training.run_dir import check_identity, check_same, delete_run, identity, machine, run_folder
 from flowgrpo.training.run_files import RESULT
 from flowgrpo.training.signals import STOPPING, defer_signals, stop_on_signals
+from flowgrpo.training.stages import TrainState, init_train_state
 from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.training.warm_start import WarmStart, finish_warm_start, no_warm_start, saved_position, warm_start
 from flowgrpo.types import JSON, BadInput, Params, PyTree
 
 PARAMS, VERSION = "run/learner/params", "run/learner/version"  # their places in a checkpoint
-Step = Callable[[loop.TrainState], tuple[loop.TrainState, dict[str, Any]]]
 
 
 class Validation(NamedTuple):
@@ -102,7 +102,7 @@ class Trainable(ABC):
     has_extra_state = False  # whether checkpoints store extra state that is passed to `Session.save`
     extra_state: ExtraState | None = None  # or that the trainable itself has
     # Compiles the programs after the warm start for a state like this one, in a thread beside it.
-    compile_ahead: Callable[[loop.TrainState], None] | None = None
+    compile_ahead: Callable[[TrainState], None] | None = None
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ def validation_of(evaluation: Evaluation) -> Validation:
 class Snapshot(NamedTuple):
     """Where a run is; its parts are saved together or not at all."""
 
-    state: loop.TrainState
+    state: TrainState
     position: Position  # end of the metrics files
     validation: float | None = None  # score; None if this update is not validated, or not yet
 
@@ -199,7 +199,7 @@ class Session:
         self._start: Params = None  # the trained subset after the warm start, on the host
 
     @property
-    def state(self) -> loop.TrainState:
+    def state(self) -> TrainState:
         """The train state of the run."""
         assert self.snapshot is not None
         return self.snapshot.state
@@ -234,8 +234,8 @@ class Session:
     def run_update(self, step: Step, metrics: MetricsWriter) -> dict[str, Any]:
         """Run one update: rollout, advantages, gradient steps and metrics -> its metrics and timings."""
         started = time.monotonic()
-        # One round of the generator that scripts iterate over, so that a run's metrics are theirs.
-        state, numbers = next(loop.train_loop(step, self.state, self.trainable.updates, warns=False))
+        state, updated = step(self.state)
+        numbers: dict[str, Any] = {"update": int(state.update), **to_numbers(updated)}
         seconds = time.monotonic() - started
         check_finite(numbers, self.checkpoints)
         timings = {
@@ -307,12 +307,12 @@ class Session:
         self._start = jax.device_get(start) if trainable.keeps_start_params else None
         self.snapshot = Snapshot(trainable.place(state), position)
 
-    def _init_state(self, params: Params, key: jax.Array, start: Params = None) -> loop.TrainState:
+    def _init_state(self, params: Params, key: jax.Array, start: Params = None) -> TrainState:
         """The state before the first update; its reference is the teacher, `start`, or a copy of the subset."""
         trainable = self.trainable
         reference = without_critic(start) if trainable.keeps_start_params else ()
         reference = reference if trainable.teacher_params is None else trainable.teacher_params
-        return loop.init_train_state(params, trainable.optimizer, key, reference=reference, trainable=trainable.subset)
+        return init_train_state(params, trainable.optimizer, key, reference=reference, trainable=trainable.subset)
 
     def open_metrics(self, loggers: Sequence[str] = ()) -> MetricsWriter:
         """Open the metrics files, cut back to the current snapshot, with sinks for health warnings and loggers."""
@@ -360,7 +360,7 @@ class Session:
         self.extra_state = tree.get("memory")
         if trainable.extra_state is not None:
             trainable.extra_state.restore(step, self.extra_state)
-        state: loop.TrainState = tree["run"]
+        state: TrainState = tree["run"]
         state = state.replace(learner=state.learner.replace(params=self._merge(state.learner.params)))
         frozen = trainable.frozen_params()
         if frozen is not None and not trainable.offloads_models:
@@ -390,7 +390,7 @@ class Session:
         trainable = self.trainable
         return trainable.place(trainable.subset.merge(trainable.frozen_params(), jax.device_put(subset)))
 
-    def _without_frozen(self, state: loop.TrainState) -> loop.TrainState:
+    def _without_frozen(self, state: TrainState) -> TrainState:
         """The state with the trained subset of its parameters alone, as checkpoints store it."""
         return state.replace(learner=state.learner.replace(params=self.trainable.subset.split(state.learner.params)))
 

@@ -148,7 +148,7 @@ def test_every_study_is_built_and_says_what_to_expect(name):
 def test_a_quantised_sampler_samples_and_the_trainer_scores(monkeypatch):
     monkeypatch.setattr(study_arms, "iteration_program", lambda iteration: iteration)
     setup = pure.build(study_config(STUDIES["quantised_sampler"](), "lookup", {}))
-    setup = setup._replace(iteration=setup.iteration._replace(generate=lambda params, _drawn: params))
+    setup = setup._replace(stages=setup.stages._replace(generate=lambda params, _drawn: params))
     params = jax.eval_shape(setup.policy.init, jax.random.key(0))
     for kind in KINDS:
         play = study_arms.quantised_rollouts(setup, kind=kind).generate

@@ -27,12 +27,12 @@ from flowgrpo.recipes import agent_config, pure, pure_config
 from flowgrpo.recipes.agent import START
 from flowgrpo.recipes.offline_start import write_model
 from flowgrpo.recipes.registry import make_env
-from flowgrpo.training import loop
 from flowgrpo.training.checkpoints import Checkpoints, params_sha256
 from flowgrpo.training.config import RunConfig
 from flowgrpo.training.names import BASE_DTYPES
 from flowgrpo.training.planner import load_start, lora_of
 from flowgrpo.training.run_dir import check_run
+from flowgrpo.training.stages import init_train_state
 from flowgrpo.types import BadInput
 from tests.experiments.conftest import check_refused, last_line
 
@@ -56,7 +56,7 @@ def write_run(folder: Path, config: RunConfig, start, *, trained: list) -> None:
     check_run(folder, "pure" if isinstance(config, pure.Config) else "agent", config.to_json())
     checkpoints, host = Checkpoints(folder, keep=9), jax.device_get(start)
     for step, params in enumerate(trained, 1):
-        run = loop.init_train_state(params, optax.sgd(0.1), jax.random.key(0))
+        run = init_train_state(params, optax.sgd(0.1), jax.random.key(0))
         checkpoints.save(step, {"run": run, "start": host}, {"validation": 1 / step})
 
 
@@ -134,7 +134,7 @@ def test_an_adapter_is_merged_or_written_alone(run, tmp_path, base):
     adapter = moved(init_adapter(jax.random.key(0), model.config, lora), 1)
     check_run(run, "agent", config.to_json())
     whole = LoraParams(model.params, adapter)
-    state = loop.init_train_state(whole, optax.sgd(0.1), jax.random.key(0), trainable=ADAPTER)
+    state = init_train_state(whole, optax.sgd(0.1), jax.random.key(0), trainable=ADAPTER)
     part = state.replace(learner=state.learner.replace(params=adapter))  # as a session saves it
     Checkpoints(run).save(1, {"run": part, "start": jax.device_get(adapter)}, {"validation": 0.5})
     export(run, tmp_path / "merged")
@@ -200,7 +200,7 @@ def test_M5_a_hosted_run_is_exported_as_gguf(run, tmp_path, base):
         assert lora is not None
         adapted = LoraParams(model.params, moved(init_adapter(jax.random.key(0), model.config, lora), 1))
         check_run(run, "agent", config.to_json())
-        state = loop.init_train_state(adapted, optax.sgd(0.1), jax.random.key(0), trainable=ADAPTER)
+        state = init_train_state(adapted, optax.sgd(0.1), jax.random.key(0), trainable=ADAPTER)
         part = state.replace(learner=state.learner.replace(params=adapted.adapter))
         Checkpoints(run).save(1, {"run": part, "start": jax.device_get(adapted.adapter)}, {"validation": 0.5})
         expected = logits(lora_policy(model.config, lora), adapted)

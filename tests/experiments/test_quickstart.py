@@ -17,9 +17,9 @@ from flowgrpo.recipes import pure, pure_config
 from flowgrpo.recipes.pure import PureTrainable
 from flowgrpo.recipes.registry import ALGORITHMS, make_algorithm
 from flowgrpo.report.metrics import MetricsWriter
-from flowgrpo.training import loop
 from flowgrpo.training.kill_series import differences
 from flowgrpo.training.names import HARD_VARIANTS
+from flowgrpo.training.pure_env import make_stages
 from flowgrpo.training.session import Session, open_session
 from flowgrpo.types import BadInput
 from tests.experiments.conftest import check_refused, last_line, metrics, result, with_flags
@@ -130,7 +130,7 @@ def test_a_nan_loss_stops_with_the_last_good_checkpoint(tmp_path):
         return trajectories.replace(outcome=jnp.arange(4.0))
 
     parts = (setup.env, setup.policy, setup.algorithm, broken, setup.sizes)
-    iteration = loop.make_iteration(*parts, judge=paid)
+    iteration = make_stages(*parts, judge=paid)
     session = Session(PureTrainable(setup._replace(iteration=iteration, optimizer=broken)), tmp_path)
     session.start_from(setup.policy.init(jax.random.key(0)), {})
     session.save()

@@ -36,8 +36,8 @@ from flowgrpo.models.lora import LoraConfig, LoraParams, adapter_axes, lora_poli
 from flowgrpo.models.trainable import ADAPTER
 from flowgrpo.parallel import sharding
 from flowgrpo.parallel.row_sharding import PmapAxis, place_on_devices
-from flowgrpo.training import loop
 from flowgrpo.training.checkpoints import Checkpoints
+from flowgrpo.training.stages import init_train_state
 
 AXES = {"embed": "vd", "mix": "df", "unembed": "dv"}  # of the policy of pairs of words
 
@@ -141,7 +141,7 @@ def test_adapter_optimizer_state_and_reference_are_sharded_at_any_path():
     policy = lora_policy(tiny_models.CONFIG, lora)
     optimizer = adamw(0.1)
     run = jax.eval_shape(
-        lambda: loop.init_train_state(policy.init(jax.random.key(0)), optimizer, jax.random.key(1), trainable=ADAPTER)
+        lambda: init_train_state(policy.init(jax.random.key(0)), optimizer, jax.random.key(1), trainable=ADAPTER)
     )
     axes = LoraParams(sharding.decoder_axes(tiny_models.CONFIG), adapter_axes(lora))
     shardings = sharding.state_shardings(run, mesh, axes, trainable=ADAPTER)

@@ -16,11 +16,14 @@ from flowgrpo.generate.requests import EngineSettings
 from flowgrpo.parallel.offload import place_of
 from flowgrpo.rewards.judge import make_next_logp
 from flowgrpo.rollout.records import from_json
-from flowgrpo.training import language_model, loop
+from flowgrpo.training import language_model
 from flowgrpo.training.hosted_training import HostedTrainable
+from flowgrpo.training.iteration import train_loop
 from flowgrpo.training.language_model import make_offloader
+from flowgrpo.training.pure_env import max_trajectory_tokens
+from flowgrpo.training.stages import init_train_state
 
-ENGINE = EngineSettings(slots=8, slot_length=loop.max_trajectory_tokens(ENV) + 8, chunk=8, steps=4, banned=(PAD,))
+ENGINE = EngineSettings(slots=8, slot_length=max_trajectory_tokens(ENV) + 8, chunk=8, steps=4, banned=(PAD,))
 
 
 @pytest.mark.slow
@@ -31,8 +34,8 @@ def test_offloading_changes_no_number_and_reports_its_moves(tmp_path):
     with Engine(POLICY, params, ENGINE) as engine:
         for offload in ("none", "disk"):
             setup = make_setup(tmp_path / offload, engine, params, offload)
-            run = loop.init_train_state(jax.tree.map(jnp.copy, params), setup.optimizer, jax.random.key(9))
-            runs[offload] = list(loop.train_loop(HostedTrainable(setup, "toy").make_step(), run, 2))
+            run = init_train_state(jax.tree.map(jnp.copy, params), setup.optimizer, jax.random.key(9))
+            runs[offload] = list(train_loop(HostedTrainable(setup, "toy").make_step(), run, 2))
     for (_, figures), (_, others) in zip(*runs.values(), strict=True):
         clocks, more = figures.pop("timings"), others.pop("timings")
         assert figures == others
@@ -92,7 +95,7 @@ def test_contexts_too_short_for_any_prompt_are_refused(tmp_path):
     params = POLICY.init(jax.random.key(0))
     with Engine(POLICY, params, replace(ENGINE, slot_length=2, chunk=1, steps=1)) as engine:
         setup = make_setup(tmp_path, engine, params)
-        run = loop.init_train_state(params, setup.optimizer, jax.random.key(9))
+        run = init_train_state(params, setup.optimizer, jax.random.key(9))
         said = rf"--context_tokens={CONFIG.context_tokens} holds none of the prompts of update 1 with an action"
         with pytest.raises(fg.BadInput, match=said):
             HostedTrainable(setup, "toy").make_step()(run)

@@ -13,8 +13,10 @@ from flowgrpo.models.trainable import actor_params
 from flowgrpo.recipes import pure
 from flowgrpo.report.metrics import read_metrics
 from flowgrpo.rollout.exams import make_evaluation_rollout
-from flowgrpo.training import loop
+from flowgrpo.training.iteration import train_loop
+from flowgrpo.training.pure_env import CompiledRollout, split_step
 from flowgrpo.training.session import run_session
+from flowgrpo.training.stages import init_train_state
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def setup():
 @pytest.mark.slow
 def test_iteration_and_evaluation_are_compiled_ahead_and_only_once(setup):
     work = pure.PureTrainable(setup)
-    run = work.place(loop.init_train_state(work.place(work.init_params()), setup.optimizer, jax.random.key(0)))
+    run = work.place(init_train_state(work.place(work.init_params()), setup.optimizer, jax.random.key(0)))
     programs = [f"jit({name})" for name in ("generate", "compute_advantages", "update", "rollout_metrics", "draw")]
     with counted_compilations() as compiled:
         work.compile_ahead(run)
@@ -49,23 +51,23 @@ def test_a_disagreeing_sampler_is_reported_by_runs_and_loops(tmp_path, temperatu
     def play(params, drawn):
         return rollout(actor_params(params), drawn.tasks, drawn.keys, drawn.group, drawn.version)
 
-    setup = setup._replace(iteration=setup.iteration._replace(generate=play))
+    setup = setup._replace(stages=setup.stages._replace(generate=play))
     run_session(pure.PureTrainable(setup), tmp_path, every=2)
     told = [(line["warning"], line["update"]) for line in read_metrics(tmp_path / "warnings.jsonl")]
     expected = [] if temperature == 1.0 else [("sampler_kl", 1)]
     assert [one for one in told if one[0] == "sampler_kl"] == expected
-    run = loop.init_train_state(setup.policy.init(jax.random.key(0)), setup.optimizer, jax.random.key(1))
+    run = init_train_state(setup.policy.init(jax.random.key(0)), setup.optimizer, jax.random.key(1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        list(loop.train_loop(loop.split_step(setup.iteration), run, 2))
+        list(train_loop(split_step(setup.stages), run, 2))
     assert ["other probabilities than the sampler" in str(one.message) for one in caught] == [True] * len(expected)
 
 
 @pytest.mark.parametrize("tasks", [40, 1000])
 def test_evaluation_by_the_iterations_program_equals_a_program_of_its_own(setup, tasks):
     """In blocks of 32, the last filled up; 1000 tasks are too many for them, and have a program of their own."""
-    step, key = loop.split_step(setup.iteration), jax.random.key(3)
-    exam = pure._Evaluation(setup, step, "test", tasks)
+    roll_out, key = CompiledRollout(setup.stages), jax.random.key(3)
+    exam = pure._Evaluation(setup, roll_out, "test", tasks)
     assert (exam._own_program is None) == (tasks == 40)
     params = setup.to_mesh(setup.policy.init(jax.random.key(0)))
     found = exam(params, key, 7)

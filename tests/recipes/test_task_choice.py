@@ -17,7 +17,6 @@ from flowgrpo.generate.engine import Engine
 from flowgrpo.generate.requests import EngineSettings
 from flowgrpo.recipes import agent_config
 from flowgrpo.recipes.agent import POOL, task_source_of
-from flowgrpo.training import loop
 from flowgrpo.training.checkpoints import Checkpoints, params_sha256
 from flowgrpo.training.curriculum import (
     ChoiceConfig,
@@ -27,6 +26,7 @@ from flowgrpo.training.curriculum import (
     success_by_group,
 )
 from flowgrpo.training.hosted_training import HostedTrainable
+from flowgrpo.training.pure_env import max_trajectory_tokens
 from flowgrpo.training.session import run_session
 from flowgrpo.types import BadInput
 
@@ -168,7 +168,7 @@ RUN = {"seed": 0, "updates": 5, "warm_steps": 0, "validation_tasks": 4, "test_ta
 def run_in(folder: Path) -> dict[str, Any]:
     """A run of five updates, or the rest of it, with a checkpoint after every second one."""
     params = POLICY.init(jax.random.key(0))
-    sizes = EngineSettings(slots=8, slot_length=loop.max_trajectory_tokens(ENV) + 8, chunk=8, steps=4, banned=(PAD,))
+    sizes = EngineSettings(slots=8, slot_length=max_trajectory_tokens(ENV) + 8, chunk=8, steps=4, banned=(PAD,))
     with Engine(POLICY, params, sizes) as engine:
         setup = make_setup(folder, engine, params, **RUN)
         draw, hard = make_task_sampler(

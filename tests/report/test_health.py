@@ -104,7 +104,7 @@ COLLAPSE = {"success": (0.16, 0.05), "tool_errors": (0.03, 0.94), "zero_signal_g
 
 
 def test_collapse_is_found_without_validations():
-    """Success fell from 16 to 5 % while nearly all turns became errors; lines of `loop.train_loop` have no phase."""
+    """Success fell from 16 to 5 % while nearly all turns became errors; lines of `train_loop` have no phase."""
     lines = run(count=60, **COLLAPSE)
     first = {one["warning"]: one for one in reversed(all_warnings(lines))}  # the first of each
     assert {name: one["update"] for name, one in first.items()} == {

@@ -25,7 +25,7 @@ from flowgrpo.rollout.host_adapter import as_host, unstack
 from flowgrpo.rollout.hosted import hosted
 from flowgrpo.rollout.records import from_json, partial_from_json, partial_to_json, to_json, to_trajectories
 from flowgrpo.rollout.replay import replay
-from flowgrpo.training.loop import max_trajectory_tokens
+from flowgrpo.training.pure_env import max_trajectory_tokens
 
 pytestmark = pytest.mark.slow
 

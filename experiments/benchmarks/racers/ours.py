@@ -25,7 +25,8 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import init_model
 from flowgrpo.parallel.row_sharding import data_mesh, map_rows, replicate
 from flowgrpo.report.tables import timed
-from flowgrpo.training import loop
+from flowgrpo.training.pure_env import make_stages, split_step
+from flowgrpo.training.stages import IterationSettings, init_train_state
 
 from . import protocol, workload
 from .workload import DIGIT, EQUALS, GROUP, MODEL, OTHER, PROMPT, PROMPTS, TOOL, WORDS
@@ -104,10 +105,10 @@ def _train(lane: protocol.Lane, case: workload.Training, policy: Policy, params:
     policy = policy if case.turns == 1 else _with_frequent_end(policy)
     optimizer = adamw(workload.RATE, clip_norm=workload.CLIP)
     rows = {"micro_rows": MICRO_ROWS[case.turns], "min_decode_batch": MIN_DECODE_BATCH[case.turns]}
-    sizes = loop.Settings(queries=PROMPTS, samples=GROUP, **rows)
-    iteration = loop.make_iteration(_dialogue(case.turns), policy, grpo(beta=case.beta), optimizer, sizes)
-    step = loop.split_step(iteration)
-    run = replicate(loop.init_train_state(params, optimizer, jax.random.key(0)), policy.mesh)
+    sizes = IterationSettings(queries=PROMPTS, samples=GROUP, **rows)
+    iteration = make_stages(_dialogue(case.turns), policy, grpo(beta=case.beta), optimizer, sizes)
+    step = split_step(iteration)
+    run = replicate(init_train_state(params, optimizer, jax.random.key(0)), policy.mesh)
     while True:
         lane.wait()
         _, (run, metrics) = timed(partial(step, run))

@@ -29,10 +29,10 @@ from flowgrpo.parallel.offload import HostOffloader, placement_table
 from flowgrpo.rewards.combine import batch_reward
 from flowgrpo.rollout.hosted import RolloutResult, hosted
 from flowgrpo.rollout.records import to_trajectories
-from flowgrpo.training import loop
+from flowgrpo.training.iteration import Iteration, RolloutShape, Staging, hosted_rollout
 from flowgrpo.training.language_model import default_min_decode_batch
 from flowgrpo.training.planner import OFFLOAD
-from flowgrpo.training.staged import StagedSettings, hosted_rollout, make_staged_step
+from flowgrpo.training.stages import IterationSettings, TrainState, init_train_state, make_update_stages
 from flowgrpo.types import Status, Task
 
 from ..measuring import medians_in_turn
@@ -113,7 +113,7 @@ def _step(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
             judges=1,
         )
 
-        def roll_out(run: loop.TrainState, **callbacks) -> RolloutResult:
+        def roll_out(run: TrainState, **callbacks) -> RolloutResult:
             update = int(run.update)
             engine.update_weights(run.learner.params, int(run.learner.version))
             tasks = [Task(f"{update} {query}", "", ("1",), "ids") for query in range(sizes.queries)]
@@ -123,23 +123,14 @@ def _step(lane: protocol.Lane, sizes: Sizes, model: Model) -> None:
                 repeated_tasks, keys, np.repeat(np.arange(sizes.queries), sizes.samples).tolist(), **callbacks
             )
 
-        step = make_staged_step(
-            model.policy,
-            grpo(beta=0.0),
-            optimizer,
-            hosted_rollout(roll_out, lambda played: to_trajectories(played.trajectories, (), turns=1, length=context)),
-            offloader,
-            StagedSettings(
-                iteration=loop.Settings(queries=sizes.queries, samples=sizes.samples, micro_rows=MICRO_ROWS),
-                banned=(),
-                tools=0,
-                trajectories=trajectories,
-                max_trajectory_tokens=context,
-                donates=True,
-            ),
-            release=engine.release,
+        settings = IterationSettings(queries=sizes.queries, samples=sizes.samples, micro_rows=MICRO_ROWS)
+        step = Iteration(
+            hosted_rollout(roll_out, lambda result: to_trajectories(result.trajectories, (), turns=1, length=context)),
+            make_update_stages(model.policy, grpo(beta=0.0), optimizer, settings, banned=(), slots=context),
+            RolloutShape(tools=0, samples=sizes.samples, trajectories=trajectories, max_trajectory_tokens=context),
+            Staging(offloader=offloader, scores_ahead=True, release=engine.release, donates=True),
         )
-        run = loop.init_train_state(model.params, optimizer, jax.random.key(0))
+        run = init_train_state(model.params, optimizer, jax.random.key(0))
         while True:
             lane.wait()
             run, metrics = step(run)

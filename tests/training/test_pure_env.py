@@ -17,8 +17,10 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.trainable import actor_params
 from flowgrpo.rollout.compiled import shuffled_rewards, trajectory_metrics
 from flowgrpo.rollout.exams import make_evaluation_rollout
-from flowgrpo.training import loop
+from flowgrpo.training.iteration import Rollout, train_loop
+from flowgrpo.training.pure_env import fused_step, make_stages, split_step, train_many
 from flowgrpo.training.session import train_line
+from flowgrpo.training.stages import IterationSettings, TrainState, init_train_state
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +31,7 @@ CONFIG = DecoderConfig(
 POLICY = make_policy(CONFIG)
 ALGORITHM = fg.flow_grpo(beta=0.05)
 OPTIMIZER = adamw(0.01)
-SIZES = loop.Settings(queries=4, samples=4, micro_rows=8)
+SIZES = IterationSettings(queries=4, samples=4, micro_rows=8)
 PPO = fg.ppo(beta=0.05)  # with KL in the reward
 CRITICS = {
     "own": separate_network(POLICY, make_critic(CONFIG), init=copied_trunk(CONFIG)),
@@ -39,17 +41,17 @@ BOTH = partition_optimizer(OPTIMIZER, adamw(0.03))
 
 
 @cache
-def iteration(algorithm=ALGORITHM, sizes=SIZES):
-    return loop.make_iteration(ENV, POLICY, algorithm, OPTIMIZER, sizes)
+def stages_of(algorithm=ALGORITHM, sizes=SIZES):
+    return make_stages(ENV, POLICY, algorithm, OPTIMIZER, sizes)
 
 
 @cache
-def fused_step(algorithm=ALGORITHM, sizes=SIZES):
-    return jax.jit(loop.fused_step(iteration(algorithm, sizes)))
+def fused(algorithm=ALGORITHM, sizes=SIZES):
+    return jax.jit(fused_step(stages_of(algorithm, sizes)))
 
 
-def start(seed: int = 0) -> loop.TrainState:
-    return loop.init_train_state(POLICY.init(jax.random.key(seed)), OPTIMIZER, jax.random.key(100 + seed))
+def start(seed: int = 0) -> TrainState:
+    return init_train_state(POLICY.init(jax.random.key(seed)), OPTIMIZER, jax.random.key(100 + seed))
 
 
 def assert_close(one, two, **tolerance):
@@ -60,18 +62,16 @@ def assert_close(one, two, **tolerance):
 @pytest.fixture(scope="module")
 def fused_updates():
     """Three updates by one program, which is traced once: states and their metrics."""
-    states = list(loop.train_loop(fused_step(), start(), 3))
-    assert fused_step()._cache_size() == 1
+    states = list(train_loop(fused(), start(), 3))
+    assert fused()._cache_size() == 1
     return states
 
 
 @pytest.mark.parametrize("policy", [POLICY, POLICY._replace(hidden_tree=None)], ids=["trees", "rows"])
 def test_F10_split_step_equals_fused_step(fused_updates, policy):
     """Whether or not shared prefixes are computed once."""
-    step = loop.split_step(loop.make_iteration(ENV, policy, ALGORITHM, OPTIMIZER, SIZES))
-    for (state, metrics), (other_state, other_metrics) in zip(
-        fused_updates, loop.train_loop(step, start(), 3), strict=True
-    ):
+    step = split_step(make_stages(ENV, policy, ALGORITHM, OPTIMIZER, SIZES))
+    for (state, metrics), (other_state, other_metrics) in zip(fused_updates, train_loop(step, start(), 3), strict=True):
         assert_close(state.learner.params, other_state.learner.params, atol=2e-5)
         for name in ("success", "turns", "tokens", "tool_calls", "tool_errors", "mixed_groups", "zero_signal_groups"):
             assert metrics[name] == other_metrics[name], name
@@ -85,7 +85,7 @@ def test_F7_ratios_are_one_in_the_first_gradient_step(fused_updates):
 
 def test_updates_are_numbered_and_draw_fresh_tasks(fused_updates):
     assert [metrics["update"] for _, metrics in fused_updates] == [1, 2, 3]
-    play = jax.jit(iteration().rollout)
+    play = jax.jit(stages_of().rollout)
     first, again, second = play(start()), play(start()), play(start().replace(update=jnp.int32(1)))
     np.testing.assert_array_equal(first.tokens, again.tokens)
     assert (np.asarray(first.tokens) != np.asarray(second.tokens)).any()
@@ -93,25 +93,25 @@ def test_updates_are_numbered_and_draw_fresh_tasks(fused_updates):
 
 def test_training_resumes_from_a_saved_state_bit_for_bit(fused_updates):
     (state, _), (expected, _) = fused_updates[0], fused_updates[2]
-    *_, (other, _) = loop.train_loop(fused_step(), state, 3)
+    *_, (other, _) = train_loop(fused(), state, 3)
     for x, y in zip(jax.tree.leaves(other.learner.params), jax.tree.leaves(expected.learner.params), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
 def test_vmapped_seeds_learn_as_they_do_alone(fused_updates):
-    after, metrics = loop.train_many(loop.fused_step(iteration()), [start(0), start(1)], 3)
+    after, metrics = train_many(fused_step(stages_of()), [start(0), start(1)], 3)
     assert_close(jax.tree.map(lambda x: x[0], after.learner.params), fused_updates[2][0].learner.params, atol=1e-4)
-    *_, (alone, _) = loop.train_loop(fused_step(), start(1), 3)
+    *_, (alone, _) = train_loop(fused(), start(1), 3)
     assert_close(jax.tree.map(lambda x: x[1], after.learner.params), alone.learner.params, atol=1e-4)
     assert metrics["success"].shape == (2, 3)
 
 
 def test_oversampling_keeps_groups_with_a_signal():
-    sizes = loop.Settings(queries=2, samples=4, oversample=4, micro_rows=8)
-    stages = iteration(ALGORITHM, sizes)
+    sizes = IterationSettings(queries=2, samples=4, oversample=4, micro_rows=8)
+    stages = stages_of(ALGORITHM, sizes)
     trajectories = jax.jit(stages.rollout)(start())
     assert len(trajectories.group) == 32
-    adv, weights, _ = stages.compute_advantages(trajectories)
+    adv, weights, _ = stages.update.compute_advantages(trajectories)
     whole = np.asarray(ALGORITHM.advantages(trajectories)).reshape(8, -1)
     taken_g = np.asarray(weights).reshape(8, -1).any(axis=1)
     signal_g = (whole != 0).any(axis=1)
@@ -123,14 +123,14 @@ def test_oversampling_keeps_groups_with_a_signal():
 
 def test_reference_is_replaced_every_reference_every_updates():
     algorithm = fg.flow_grpo(beta=0.05, reference_every=2)
-    states = [state for state, _ in loop.train_loop(fused_step(algorithm), start(), 3)]
+    states = [state for state, _ in train_loop(fused(algorithm), start(), 3)]
     assert_close(states[0].reference, start().reference, atol=0)
     assert_close(states[1].reference, states[1].learner.params, atol=0)
     assert_close(states[2].reference, states[1].learner.params, atol=0)
 
 
 def test_shuffled_rewards_stay_in_their_group():
-    trajectories = jax.jit(iteration().rollout)(start())
+    trajectories = jax.jit(stages_of().rollout)(start())
     outcome_n = jnp.arange(16.0)
     shuffled = shuffled_rewards(trajectories.replace(outcome=outcome_n), jax.random.key(0), samples=4)
     order = np.asarray(shuffled.outcome).reshape(4, 4)
@@ -151,53 +151,53 @@ def test_evaluation_is_determined_by_its_key():
 @pytest.mark.parametrize("name", ["queries", "samples", "oversample", "micro_rows"])
 def test_settings_are_checked(name):
     with pytest.raises(fg.BadInput, match=f"{name} is 0"):
-        loop.Settings(**{name: 0})
+        IterationSettings(**{name: 0})
 
 
 def test_algorithm_with_targets_needs_a_critic():
     with pytest.raises(fg.BadInput, match="ppo needs a critic"):
-        loop.make_iteration(ENV, POLICY, fg.ppo(), OPTIMIZER, SIZES)
+        make_stages(ENV, POLICY, fg.ppo(), OPTIMIZER, SIZES)
 
 
 def test_gigpo_needs_an_anchor():
     env = ENV._replace(anchor=fg.Env._field_defaults["anchor"])
     with pytest.raises(fg.BadInput, match="tiny has no anchor"):
-        loop.make_iteration(env, POLICY, fg.algorithms.gigpo(), OPTIMIZER, SIZES)
+        make_stages(env, POLICY, fg.algorithms.gigpo(), OPTIMIZER, SIZES)
 
 
 def test_self_distillation_needs_hindsight():
     with pytest.raises(fg.BadInput, match=r"tiny has none: give it Env\.hindsight"):
-        loop.make_iteration(ENV, POLICY, fg.algorithms.sdpo(), OPTIMIZER, SIZES)
+        make_stages(ENV, POLICY, fg.algorithms.sdpo(), OPTIMIZER, SIZES)
 
 
 def test_dpo_refuses_mini_batches_that_split_groups():
     with pytest.raises(fg.BadInput, match=r"dpo .* set mini_batches to 1"):
-        loop.make_iteration(ENV, POLICY, fg.dpo(), OPTIMIZER, loop.Settings(mini_batches=2))
+        make_stages(ENV, POLICY, fg.dpo(), OPTIMIZER, IterationSettings(mini_batches=2))
 
 
 # With a critic ------------------------------------------------------------------------------------------
 
 
-def start_both(kind: str, seed: int = 0) -> loop.TrainState:
+def start_both(kind: str, seed: int = 0) -> TrainState:
     params = with_critic(CRITICS[kind], jax.random.key(seed), POLICY.init(jax.random.key(seed)))
-    return loop.init_train_state(params, BOTH, jax.random.key(100 + seed))
+    return init_train_state(params, BOTH, jax.random.key(100 + seed))
 
 
 @cache
 def with_values(kind: str, algorithm=PPO, sizes=SIZES):
-    return loop.make_iteration(ENV, POLICY, algorithm, BOTH, sizes, critic=CRITICS[kind])
+    return make_stages(ENV, POLICY, algorithm, BOTH, sizes, critic=CRITICS[kind])
 
 
 @pytest.fixture(scope="module")
 def ppo_fused_updates():
     """Three updates of PPO by one program."""
-    return list(loop.train_loop(jax.jit(loop.fused_step(with_values("own"))), start_both("own"), 3))
+    return list(train_loop(jax.jit(fused_step(with_values("own"))), start_both("own"), 3))
 
 
 def test_ppo_split_step_equals_fused_step(ppo_fused_updates):
-    step = loop.split_step(with_values("own"))
+    step = split_step(with_values("own"))
     for (state, metrics), (other_state, other_metrics) in zip(
-        ppo_fused_updates, loop.train_loop(step, start_both("own"), 3), strict=True
+        ppo_fused_updates, train_loop(step, start_both("own"), 3), strict=True
     ):
         assert_close(state.learner.params, other_state.learner.params, atol=2e-5)
         assert metrics["success"] == other_metrics["success"]
@@ -216,15 +216,18 @@ def test_ppo_trains_actor_and_critic_with_a_reference_without_critic(ppo_fused_u
 
 def test_kl_in_reward_is_zero_on_the_reference_and_not_elsewhere():
     """The advantages of trajectories scored under another reference differ; under the policy itself nothing is paid."""
-    stages, state = iteration(fg.algorithms.rloo(beta=0.05, kl_in="reward")), start()
+    stages, state = stages_of(fg.algorithms.rloo(beta=0.05, kl_in="reward")), start()
     rollout = jax.jit(stages.rollout)(state)
-    own = stages.score_trajectories(state, rollout)
+    own = stages.update.score_trajectories(state, rollout)
     actions = np.asarray(rollout.action_mask)
     np.testing.assert_allclose(np.asarray(own.logp_ref)[actions], np.asarray(rollout.logp_sampled)[actions], atol=5e-5)
     other = state.replace(reference=POLICY.init(jax.random.key(9)))
-    far = stages.score_trajectories(other, rollout)
+    far = stages.update.score_trajectories(other, rollout)
     assert (
-        np.abs(np.asarray(stages.compute_advantages(far).adv) - np.asarray(stages.compute_advantages(own).adv)).max()
+        np.abs(
+            np.asarray(stages.update.compute_advantages(far).adv)
+            - np.asarray(stages.update.compute_advantages(own).adv)
+        ).max()
         > 0.01
     )
 
@@ -232,8 +235,8 @@ def test_kl_in_reward_is_zero_on_the_reference_and_not_elsewhere():
 def test_critic_on_a_shared_trunk_learns_values():
     """With returns as targets (lam = 1): every value starts at zero, and their mean comes to that of the returns."""
     algorithm = fg.ppo(beta=0.0, lam=1.0)
-    step = loop.split_step(with_values("shared", algorithm))
-    history = [metrics for _, metrics in loop.train_loop(step, start_both("shared"), 12)]
+    step = split_step(with_values("shared", algorithm))
+    history = [metrics for _, metrics in train_loop(step, start_both("shared"), 12)]
     assert history[0]["value"] == pytest.approx(0.0, abs=1e-6)
     value, target = (np.mean([metrics[name] for metrics in history[6:]]) for name in ("value", "target"))
     assert value == pytest.approx(target, rel=0.3)
@@ -241,9 +244,9 @@ def test_critic_on_a_shared_trunk_learns_values():
 
 
 def test_ppo_takes_mini_batches_and_epochs():
-    sizes = loop.Settings(queries=4, samples=4, micro_rows=8, mini_batches=2, epochs=2)
-    step = loop.split_step(with_values("own", PPO, sizes))
-    _, metrics = next(loop.train_loop(step, start_both("own"), 1))
+    sizes = IterationSettings(queries=4, samples=4, micro_rows=8, mini_batches=2, epochs=2)
+    step = split_step(with_values("own", PPO, sizes))
+    _, metrics = next(train_loop(step, start_both("own"), 1))
     assert metrics["steps"] == 4
 
 
@@ -256,16 +259,18 @@ def test_F8_groups_without_signal_are_skipped_by_both_steps():
     If there is no other group, the line says what was rolled out, and has no means over tokens.
     """
     algorithm = fg.flow_grpo(beta=0.0)
-    stages = iteration(algorithm)
-    update_stages = loop.UpdateStages(
-        stages.score_trajectories, stages.compute_advantages, stages.update, stages.packer
-    )
-    sizes = {"samples": 4, "trajectories": 16, "max_trajectory_tokens": loop.max_trajectory_tokens(ENV)}
-    train_step = loop.make_train_step(update_stages, algorithm, tools=len(ENV.tools), **sizes)
+    stages = stages_of(algorithm)
+    iteration = split_step(stages)
+
+    def train_step(state, trajectories):
+        """The stages after a rollout."""
+        rollout = Rollout(trajectories)
+        return iteration.update(state, rollout, iteration.advantages(rollout))
+
     rollout, left_out = jax.jit(stages.rollout), 0
-    whole, parts = fused_step(algorithm), lambda state: train_step(state, rollout(state))
+    whole, parts = fused(algorithm), lambda state: train_step(state, rollout(state))
     for (state, metrics), (other_state, other_metrics) in zip(
-        loop.train_loop(whole, start(), 3), loop.train_loop(parts, start(), 3), strict=True
+        train_loop(whole, start(), 3), train_loop(parts, start(), 3), strict=True
     ):
         assert_close(state.learner.params, other_state.learner.params, atol=2e-5)
         assert metrics["live_tokens"] == other_metrics["live_tokens"]
@@ -274,13 +279,13 @@ def test_F8_groups_without_signal_are_skipped_by_both_steps():
     assert left_out > 0
     trajectories = rollout(start())
     silent = trajectories.replace(outcome=jnp.zeros(16))
-    ((_, metrics),) = loop.train_loop(lambda state: train_step(state, silent), start(), 1)
+    ((_, metrics),) = train_loop(lambda state: train_step(state, silent), start(), 1)
     line = train_line(metrics, ENV.tools)
     assert metrics["live_tokens"] == line["live_tokens"] == 0
     of_update = {"loss", "grad_norm", "steps", "skipped", "live_tokens", "live_tokens_by_turn", "ratio_histogram"}
     of_rollout = trajectory_metrics(trajectories, samples=4)
     signals = {name for name in metrics if name.startswith(("advantage_", "zero_signal", "tokens_"))}
-    signals |= {"context_tokens", "computed_tokens"}
+    signals |= {"context_tokens", "computed_tokens", "rows", "fill_rate", "timings"}
     assert set(line) == {"phase", "update", "tools"} | set(of_rollout) | of_update | signals
     assert {"entropy", "kl_old", "ratio_p99", "entropy_by_turn"} <= set(metrics) - set(line)
 
@@ -288,11 +293,9 @@ def test_F8_groups_without_signal_are_skipped_by_both_steps():
 def test_F3_several_devices_equal_one(fused_updates):
     """Rollout and update sharded over four devices: the same trajectories, the same parameters (F3)."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    sharded = loop.make_iteration(ENV, POLICY._replace(mesh=mesh), ALGORITHM, OPTIMIZER, SIZES)
-    step = loop.split_step(sharded)
-    for (state, metrics), (other_state, other_metrics) in zip(
-        fused_updates, loop.train_loop(step, start(), 3), strict=True
-    ):
+    sharded = make_stages(ENV, POLICY._replace(mesh=mesh), ALGORITHM, OPTIMIZER, SIZES)
+    step = split_step(sharded)
+    for (state, metrics), (other_state, other_metrics) in zip(fused_updates, train_loop(step, start(), 3), strict=True):
         assert_close(state.learner.params, other_state.learner.params, atol=2e-5)
         for name in ("success", "turns", "tokens", "tool_errors"):
             assert metrics[name] == other_metrics[name], name
