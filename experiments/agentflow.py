@@ -26,13 +26,13 @@ from pathlib import Path
 
 from absl import flags
 
-from flowgrpo.recipes.agent_config import Config, preset
+from flowgrpo.recipes.agent_config import Config
 
 from .cli import app
-from .cli.flags import define_config, define_run, given_settings, run_options
 from .cli.help import flag_heading
+from .cli.recipes import define_recipe, run_of_flags, train_by_recipe
 
-define_config(Config)
+define_recipe("agent", Config, "runs/agentflow-SEED")
 flag_heading("Run")
 _DRY = flags.DEFINE_flag(
     flags.Flag(
@@ -48,7 +48,6 @@ _DRY = flags.DEFINE_flag(
 flag_heading("Devices and memory")
 _MEMORY = flags.DEFINE_string("device_memory", None, "Memory of a device for --dry_run=compile, such as 80GiB or 24GB.")
 _TARGET = flags.DEFINE_string("target", None, "Machine that --dry_run=compile compiles for, such as v5e-8 or h100-1.")
-define_run("runs/agentflow-SEED")
 
 app.read_flags(__name__)
 
@@ -79,16 +78,12 @@ def dry_compile(config: Config, folder: Path) -> None:
 
 def main() -> None:
     """Train, or look."""
-    if _DRY.value == "compile":
-        jax.config.update("jax_platforms", "cpu")  # whatever there is: devices are virtual
-    config = preset(**given_settings(Config))
-    folder, options = run_options(f"runs/agentflow-{config.seed}")
-    if _DRY.value == "compile":
-        dry_compile(config, folder)
-    elif _DRY.value == "true":
-        agent.rehearse(config, folder)
-    else:
-        print(json.dumps(agent.train(config, folder, **options)))
+    if _DRY.value != "compile":
+        train_by_recipe()
+        return
+    jax.config.update("jax_platforms", "cpu")  # whatever there is: devices are virtual
+    _, config, folder, _ = run_of_flags()
+    dry_compile(config, folder)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ import json
 
 from absl import flags
 
-from flowgrpo.recipes.cluster_config import Config, preset
+from flowgrpo.recipes.cluster_config import Config
 
 from .cli import app
-from .cli.flags import define_config, define_run, given_settings, run_options
 from .cli.help import flag_heading
+from .cli.recipes import define_recipe, run_of_flags
 
-define_config(Config)
+define_recipe("cluster", Config, "runs/cluster-SEED")
 flag_heading("Cluster")
 _ADDRESS = flags.DEFINE_string(
     "address", None, "Address of a Ray cluster, such as auto; by default Ray runs on this machine alone."
@@ -43,7 +43,6 @@ _TABLE_SECONDS = flags.DEFINE_float("table_seconds", 10.0, "Seconds between two 
 flag_heading("Devices and memory")
 _ROLLOUT_GPUS = flags.DEFINE_float("rollout_gpus", 0.0, "GPUs per rollout worker.", lower_bound=0.0)
 _TRAINER_GPUS = flags.DEFINE_float("trainer_gpus", 0.0, "GPUs per trainer.", lower_bound=0.0)
-define_run("runs/cluster-SEED")
 
 app.read_flags(__name__)
 
@@ -51,19 +50,18 @@ import jax
 
 from flowgrpo.distributed.ray_backend import RayBackend
 from flowgrpo.distributed.table import StatusTable
-from flowgrpo.recipes.cluster import LaunchSettings, train
+from flowgrpo.recipes.cluster import RECIPE, LaunchSettings
 
 
 def main() -> None:
     """Run the master of a cluster."""
     jax.config.update("jax_platforms", "cpu")  # the master computes nothing
-    config = preset(**given_settings(Config))
-    folder, options = run_options(f"runs/cluster-{config.seed}")
+    _, config, folder, options = run_of_flags()
     deterministic, exact = (flags.FLAGS[name].value for name in ("deterministic", "exact"))
     launch_settings = LaunchSettings(app.compilation_cache(), bool(deterministic), exact is not False)
     gpus = {"rollout": _ROLLOUT_GPUS.value, "train": _TRAINER_GPUS.value}
     with RayBackend(_ADDRESS.value, gpus=gpus) as backend:
-        result = train(
+        result = RECIPE.train(
             config,
             folder,
             backend=backend,

@@ -34,7 +34,8 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required
 app.read_flags(__name__)
 
 from flowgrpo.publish.export import read_config
-from flowgrpo.recipes import agent, agent_config, own_agent, own_env, panel, pure
+from flowgrpo.recipes import panel, pure
+from flowgrpo.recipes.recipe import recipe_of
 from flowgrpo.training.config import RunConfig
 from flowgrpo.types import BadInput
 
@@ -57,16 +58,7 @@ def main() -> None:
         print_panel(config, folder)
         return
     sizes: dict[str, Any] = {"seed": _SEED.value, "tasks": _TASKS.value, "samples": samples}
-    if isinstance(config, pure.Config):
-        best, tested = pure.evaluate(config, folder, **sizes)
-    elif isinstance(config, agent_config.Config):
-        best, tested = agent.evaluate(config, folder, **sizes)
-    elif isinstance(config, own_agent.Config):
-        best, tested = own_agent.evaluate(config, folder, **sizes)
-    elif isinstance(config, own_env.Config):
-        best, tested = own_env.evaluate(config, folder, **sizes)
-    else:
-        raise BadInput(f"{folder} is a run of another command, whose own result.json says how it did")
+    best, tested = recipe_of(folder).evaluate(config, folder, **sizes)
     print(tested.summary)
     names = {"success": "success", "tool_errors": "tool_error", "turns": "turns"}
     names |= {f"pass@{k}": f"pass@{k}" for k in sorted({1, samples})}

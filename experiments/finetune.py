@@ -18,30 +18,17 @@ from 5.6 to 0.4 in 90 steps, 26 seconds of one core with compilation. Then, at 1
 from 0.69 to 0.24 in 45 steps, with every held-out pair on the right side.
 """
 
-import json
-
 from absl import flags
 
 from flowgrpo.recipes.finetune_config import Config
 
 from .cli import app
-from .cli.flags import define_config, define_run, given_settings, run_options
+from .cli.recipes import define_recipe, train_by_recipe
 
-define_config(Config)
-define_run("runs/METHOD-SEED", every=50, unit="steps")
+define_recipe("finetune", Config, "runs/METHOD-SEED", every=50, unit="steps")
 flags.mark_flags_as_required(["method", "data", "model"])
 
 app.read_flags(__name__)
 
-from flowgrpo.recipes.finetune import train
-
-
-def main() -> None:
-    """Train, and print one JSON line."""
-    config = Config(**given_settings(Config))
-    folder, options = run_options(f"runs/{config.method}-{config.seed}")
-    print(json.dumps(train(config, folder, **options)))
-
-
 if __name__ == "__main__":
-    app.run(main)
+    app.run(train_by_recipe)

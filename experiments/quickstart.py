@@ -22,35 +22,35 @@ from dataclasses import replace
 from absl import flags
 
 from flowgrpo import launch
-from flowgrpo.recipes.pure_config import Config, preset
+from flowgrpo.recipes.pure_config import Config
 
 from .cli import app
-from .cli.flags import define_config, define_run, given_settings, run_options
 from .cli.help import flag_heading
+from .cli.recipes import default_folder, define_recipe, run_of_flags
 
-define_config(Config)
+FOLDER = "runs/quickstart-ENV-SEED"
+
+define_recipe("pure", Config, FOLDER)
 flag_heading("Run")
 _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 1, "Runs with successive seeds, one after another.", lower_bound=1)
-define_run("runs/quickstart-ENV-SEED")
 
 app.read_flags(__name__)
-
-from flowgrpo.recipes.pure import train
 
 
 def main() -> None:
     """Run every seed."""
-    results, first = [], preset(**given_settings(Config))
+    recipe, first, folder, options = run_of_flags()
+    if _NUM_SEEDS.value == 1:
+        print(json.dumps(recipe.train(first, folder, **options)))
+        return
+    results = []
     for seed in range(first.seed, first.seed + _NUM_SEEDS.value):
         config = replace(first, seed=seed)
-        folder, options = run_options(f"runs/quickstart-{config.env.replace(':', '-')}-{seed}")
-        if flags.FLAGS["workdir"].value and _NUM_SEEDS.value > 1:
-            folder = folder / f"seed{seed}"
-        results.append(train(config, folder, **options))
-    if len(results) > 1:
-        for result in results:
-            print(f"seed {result['seed']}: {result['success_before']:.1%} -> {result['success_after']:.1%}")
-    print(json.dumps(results if len(results) > 1 else results[0]))
+        own_folder = folder / f"seed{seed}" if flags.FLAGS["workdir"].value else default_folder(FOLDER, config)
+        results.append(recipe.train(config, own_folder, **options))
+    for result in results:
+        print(f"seed {result['seed']}: {result['success_before']:.1%} -> {result['success_after']:.1%}")
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

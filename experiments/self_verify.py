@@ -24,24 +24,22 @@ held-out questions. The same command resumes a run that was stopped.
 
 import json
 
-from flowgrpo.recipes.self_verify_config import Config, preset
+from flowgrpo.recipes.self_verify_config import Config
 
 from .cli import app
-from .cli.flags import define_config, define_run, given_settings, run_options
+from .cli.recipes import define_recipe, run_of_flags
 
-define_config(Config)
-define_run("runs/self_verify-SEED")
+define_recipe("self_verify", Config, "runs/self_verify-SEED")
 
 app.read_flags(__name__)
 
-from flowgrpo.recipes.self_verify import draw_curves, train
+from flowgrpo.recipes.self_verify import draw_curves
 
 
 def main() -> None:
     """Train, and draw both curves."""
-    config = preset(**given_settings(Config))
-    folder, options = run_options(f"runs/self_verify-{config.seed}")
-    result = train(config, folder, **options)
+    recipe, config, folder, options = run_of_flags()
+    result = recipe.train(config, folder, **options)
     draw_curves(folder, title="P(Yes) of the frozen start as the reward")
     print(json.dumps(result))
 

@@ -19,35 +19,14 @@ agent that uses the OpenAI SDK (`pip install openai`).
 The work directory is that of every run (docs/checkpoints.md). The same command resumes a run that was stopped.
 """
 
-import json
-
-from absl import flags
-
-from flowgrpo.recipes.own_agent_config import Config, preset
+from flowgrpo.recipes.own_agent_config import Config
 
 from .cli import app
-from .cli.flags import define_config, define_run, given_settings, run_options
-from .cli.help import flag_heading
+from .cli.recipes import define_recipe, train_by_recipe
 
-define_config(Config)
-flag_heading("Run")
-_DRY = flags.DEFINE_bool("dry_run", False, "Print rollouts of the first tasks, and exit.")
-define_run("runs/train_agent-SEED")
+define_recipe("own_agent", Config, "runs/train_agent-SEED", dry_run=True)
 
 app.read_flags(__name__)
 
-from flowgrpo.recipes import own_agent
-
-
-def main() -> None:
-    """Train, or look."""
-    config = preset(**given_settings(Config))
-    folder, options = run_options(f"runs/train_agent-{config.seed}")
-    if _DRY.value:
-        own_agent.rehearse(config, folder)
-    else:
-        print(json.dumps(own_agent.train(config, folder, **options)))
-
-
 if __name__ == "__main__":
-    app.run(main, exact=True)
+    app.run(train_by_recipe, exact=True)

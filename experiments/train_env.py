@@ -14,27 +14,14 @@ on.
 The work directory is that of every run (docs/checkpoints.md). The same command resumes a run that was stopped.
 """
 
-import json
-
-from flowgrpo.recipes.own_env_config import Config, preset
+from flowgrpo.recipes.own_env_config import Config
 
 from .cli import app
-from .cli.flags import define_config, define_run, given_settings, run_options
+from .cli.recipes import define_recipe, train_by_recipe
 
-define_config(Config)
-define_run("runs/train_env-SEED")
+define_recipe("own_env", Config, "runs/train_env-SEED")
 
 app.read_flags(__name__)
 
-from flowgrpo.recipes import own_env
-
-
-def main() -> None:
-    """Train."""
-    config = preset(**given_settings(Config))
-    folder, options = run_options(f"runs/train_env-{config.seed}")
-    print(json.dumps(own_env.train(config, folder, **options)))
-
-
 if __name__ == "__main__":
-    app.run(main, exact=True)
+    app.run(train_by_recipe, exact=True)

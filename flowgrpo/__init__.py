@@ -6,7 +6,7 @@
 
     fg.flow_grpo()                       the names that most scripts use
     fg.algorithms.gae(...)               the other names of a folder, listed in its `__init__`
-    fg.recipes.pure.train(...)           whole runs
+    fg.recipes.pure.RECIPE.train(...)    whole runs
 
 Names are listed in `__init__.pyi`, and are imported on first use. The first name of `fg` that needs JAX also configures
 it as a script wants it, unless `fg.launch.configure` did, or the environment has FLOWGRPO_CONFIGURE=0; modules that are

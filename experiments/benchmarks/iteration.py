@@ -56,6 +56,7 @@ from flowgrpo.envs.env import END, PAD
 from flowgrpo.generate.sampler import decode, feed, make_sampling, start_rows
 from flowgrpo.parallel.row_sharding import replicate
 from flowgrpo.recipes import pure
+from flowgrpo.recipes.recipe import Objects
 from flowgrpo.report.progress import with_progress
 from flowgrpo.report.tables import medians, seconds, show_columns, significant, timed
 from flowgrpo.rollout.compiled import make_rollout, repeat
@@ -74,7 +75,7 @@ def _prototype(*, env: Env | None = None, **chosen: Any) -> pure.Setup:
     """Preset of `arithmetic` with the sizes of the flags, and changed settings."""
     sizes: dict[str, Any] = {"queries": _QUERIES.value, "samples": _SAMPLES.value, "warm_steps": _WARM_STEPS.value}
     sizes |= {"head_dim": HEAD, "model_dim": _WIDTH.value, "layers": _LAYERS.value}
-    return pure.build(pure.preset("arithmetic", **(sizes | chosen)), env=env)
+    return pure.build(pure.preset("arithmetic", **(sizes | chosen)), objects=Objects(env=env))
 
 
 @cache

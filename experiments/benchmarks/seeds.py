@@ -40,6 +40,7 @@ from flowgrpo import launch
 from flowgrpo.evaluation.statistics import interval, probability_of_improvement
 from flowgrpo.parallel.row_sharding import data_mesh, map_runs, scan_updates, stack_trees
 from flowgrpo.recipes import pure
+from flowgrpo.recipes.recipe import Objects
 from flowgrpo.report.progress import Progress, with_progress
 from flowgrpo.report.tables import show_lines, significant, timed
 from flowgrpo.training.iteration import train_loop
@@ -118,7 +119,7 @@ def main() -> None:
     )
     parts = study_arms.build_arm(Arm(), config, world, updates=1, tasks=1)
     runs = jax.jit(map_runs(parts.begin))(planners)
-    setup = pure.build(replace(config, mesh=None), env=parts.setup.env)
+    setup = pure.build(replace(config, mesh=None), objects=Objects(env=parts.setup.env))
     iteration = split_step(setup.stages)
     step = fused_step(parts.setup.stages)
     methods: dict[str, Callable[[], Timed]] = {

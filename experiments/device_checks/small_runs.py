@@ -18,7 +18,7 @@ def check_quickstart(bench: Bench) -> list[CheckLine]:
         return [skipped("a whole run", "The small size compiles few programs: python -m experiments.quickstart.")]
     config = pure.preset("lookup", updates=bench.sizes.updates, mesh="none")
     with TemporaryDirectory() as folder:
-        duration, result = timed(lambda: pure.train(config, Path(folder) / "run", every=bench.sizes.updates))
+        duration, result = timed(lambda: pure.RECIPE.train(config, Path(folder) / "run", every=bench.sizes.updates))
     before, after = (float(result[f"success_{when}"]) for when in ("before", "after"))
     lines = [measured(f"run of {bench.sizes.updates} updates", duration, "s"), measured("success before", before)]
     lines.append(measured("success after", after))

@@ -19,6 +19,7 @@ import numpy as np
 from flowgrpo.files import make_folder, write_atomic
 from flowgrpo.parallel.row_sharding import data_mesh, map_runs, stack_trees
 from flowgrpo.recipes import pure
+from flowgrpo.recipes.recipe import Objects
 from flowgrpo.recipes.registry import ENVIRONMENTS
 from flowgrpo.report.health import all_warnings
 from flowgrpo.report.metrics import plain_json, read_metrics
@@ -136,7 +137,7 @@ def warm_start_seeds(
 ) -> study_arms.SeedStart:
     """The planners from which all arms start, one for each seed."""
     progress.log(f"{config.env}: {len(seeds)} planners imitate demonstrations ({config.warm_steps} steps)")
-    setup = pure.build(config, env=ENVIRONMENTS[config.env](**env_settings))
+    setup = pure.build(config, objects=Objects(env=ENVIRONMENTS[config.env](**env_settings)))
     keys = stack_trees([jax.random.key(seed) for seed in seeds])
     return jax.block_until_ready(map_seeds(partial(study_arms.warm_start_seed, setup=setup))(keys))
 

@@ -33,6 +33,7 @@ from flowgrpo.models.quantised import quantise_layers
 from flowgrpo.models.trainable import actor_params
 from flowgrpo.parallel.row_sharding import scan_updates
 from flowgrpo.recipes import pure
+from flowgrpo.recipes.recipe import Objects
 from flowgrpo.recipes.registry import ENVIRONMENTS
 from flowgrpo.rollout.exams import make_evaluation_rollout
 from flowgrpo.training.config import make_config
@@ -129,7 +130,7 @@ def build_arm(arm: Arm, config: pure.Config, env: Mapping[str, Any], *, updates:
     make_env = ENVIRONMENTS[config.env]
     algorithm = None if arm.algorithm is None else arm.algorithm()
     changed = make_config(pure.Config, asdict(config) | dict(arm.changes))  # raises for an unknown setting
-    setup = pure.build(changed, env=make_env(**{**env, **arm.env}), algorithm=algorithm)
+    setup = pure.build(changed, objects=Objects(env=make_env(**{**env, **arm.env}), algorithm=algorithm))
     program = iteration_program(setup.stages) if arm.program is None else arm.program(setup)
     rollout = make_evaluation_rollout(
         make_env(**{**env, **arm.eval_env}), setup.policy, "test", tasks=tasks, temperature=config.temperature

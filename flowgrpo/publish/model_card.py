@@ -15,21 +15,13 @@ from typing import Any, NamedTuple
 
 from flowgrpo import __version__
 from flowgrpo.files import read_json
-from flowgrpo.recipes import agent_config, cluster_config, own_agent, own_env, pure, self_verify_tasks
-from flowgrpo.training.config import RunConfig, setting_infos
+from flowgrpo.recipes.recipe import find_recipe
+from flowgrpo.training.config import RunConfig, make_config, setting_infos
 from flowgrpo.training.next_steps import command
 from flowgrpo.training.planner import PlannerConfig
 from flowgrpo.training.session import RESULT
-from flowgrpo.types import BadInput
 
-COMMANDS = {
-    "pure": "quickstart",
-    "agent": "agentflow",
-    "own_agent": "train_agent",
-    "own_env": "train_env",
-    "cluster": "cluster",
-    "self_verify": "self_verify",
-}
+SELECT_PRESET = ("env", "algorithm", "model")  # settings on which the defaults of others depend
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SERVER = "SERVER"  # replaces an address
 METRICS = {  # of result.json, before and after training
@@ -87,33 +79,18 @@ def base_id(config: RunConfig) -> str | None:
 
 def training_command(recipe: str, config: RunConfig) -> str:
     """The command of a run, with the settings that differ from its preset."""
-    defaults, infos = _preset(config).to_json(), setting_infos(type(config))
-    words = [command(COMMANDS[recipe])]
-    for name, value in config.to_json().items():
-        selects_preset = name in ("env", "algorithm", "model")
+    infos, values = setting_infos(type(config)), config.to_json()
+    selecting = {name: values[name] for name in SELECT_PRESET if name in values}
+    defaults = make_config(type(config), selecting).to_json()
+    words = [command(find_recipe(recipe).command)]
+    for name, value in values.items():
+        selects_preset = name in SELECT_PRESET
         if infos[name].heading is None or value is None or (value == defaults[name] and not selects_preset):
             continue
         public = _public(name, value)
-        values = public if infos[name].repeated else [",".join(public) if isinstance(public, list) else public]
-        words += [f"--{name}={shlex.quote(str(item))}" for item in values]
+        items = public if infos[name].repeated else [",".join(public) if isinstance(public, list) else public]
+        words += [f"--{name}={shlex.quote(str(item))}" for item in items]
     return " ".join(words)
-
-
-def _preset(config: RunConfig) -> RunConfig:
-    match config:
-        case pure.Config():
-            return pure.preset(config.env, config.algorithm)
-        case cluster_config.Config():
-            return cluster_config.preset(config.model)
-        case agent_config.Config():
-            return agent_config.preset(config.model)
-        case own_agent.Config():
-            return own_agent.preset(config.model)
-        case own_env.Config():
-            return own_env.preset(config.model, env=config.env)
-        case self_verify_tasks.Config():
-            return self_verify_tasks.preset(config.model)
-    raise BadInput(f"a {type(config).__name__} has no model card: give a run of {', '.join(COMMANDS)}")
 
 
 def _public(name: str, value: Any) -> Any:
@@ -162,7 +139,8 @@ def _paragraphs(facts: CardFacts, base: str | None) -> Sequence[str]:
     config = facts.config
     model = config.model if isinstance(config, PlannerConfig) else None
     start = "a small model that was made for the run" if model is None else f"`{base or Path(model).name}`"
-    task = f"environment `{config.env}`" if isinstance(config, pure.Config) else f"recipe `{facts.recipe}`"
+    env = getattr(config, "env", None)
+    task = f"recipe `{facts.recipe}`" if env is None else f"environment `{env}`"
     kind = "An adapter in PEFT's format, for" if facts.adapter else "Whole weights, trained from"
     if facts.gguf:
         kind = f"Whole weights in GGUF's {facts.gguf.upper()}, for llama.cpp and Ollama, trained from"

@@ -5,32 +5,23 @@ as in training, at the temperature of sampling (`ratios_of`).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from flowgrpo.contracts import Policy
-from flowgrpo.data.tokenizer import load_tokenizer
-from flowgrpo.envs.env import PAD
 from flowgrpo.files import parse_json
 from flowgrpo.learner.scoring import make_score_trajectories
-from flowgrpo.learner.update import ScoreSettings
-from flowgrpo.publish.export import read_config, read_planner, word_model
-from flowgrpo.recipes import agent_config, pure
-from flowgrpo.recipes.registry import make_env
+from flowgrpo.publish.export import read_config, read_planner, reader_of
+from flowgrpo.recipes.planner_reader import RecordedScoring
 from flowgrpo.report.trajectory_page import write_viewer
 from flowgrpo.rollout.records import RecordedTrajectory, from_json, to_trajectories
-from flowgrpo.rollout.trajectory_view import TokenDecoder, make_token_decoder, make_word_decoder, shown_trajectory
+from flowgrpo.rollout.trajectory_view import shown_trajectory
 from flowgrpo.training.config import RunConfig
-from flowgrpo.training.language_model import ADVANTAGES, HostedConfig
-from flowgrpo.training.planner import load_start, make_planner
-from flowgrpo.training.pure_env import max_trajectory_tokens
-from flowgrpo.training.run_dir import START
+from flowgrpo.training.language_model import ADVANTAGES
 from flowgrpo.training.stages import has_fresh_contexts, split_turns
-from flowgrpo.types import BadInput, Params, Trajectories
+from flowgrpo.types import BadInput, Trajectories
 
 BLOCK = 16  # trajectories that are scored together
 FOLDER = "trajectories"
@@ -58,7 +49,7 @@ def write_page(folder: Path, out: Path, *, ratios: str | None = None, tokenizer:
     """
     config = read_config(folder)
     recorded = read_trajectories(folder)
-    decode = token_decoder_of(config, folder, tokenizer)
+    decode = reader_of(folder).token_decoder(config, folder, tokenizer)
     ratios_by_trajectory, names = [None] * len(recorded), {}
     if ratios is not None:
         update, ratios_by_trajectory = ratios_of(config, folder, [entry.trajectory for entry in recorded], ratios)
@@ -76,8 +67,8 @@ def write_page(folder: Path, out: Path, *, ratios: str | None = None, tokenizer:
     ]
     has_training = any(entry.update is not None for entry in recorded)
     missing = {"ratio": NO_RATIOS} | ({} if has_training else {"advantage": NO_ADVANTAGES})
-    algorithm = [config.algorithm] if isinstance(config, pure.Config | agent_config.TaskConfig) else []
-    note = ", ".join([folder.resolve().name, *algorithm])
+    algorithm = getattr(config, "algorithm", None)
+    note = ", ".join(filter(None, [folder.resolve().name, algorithm]))
     write_viewer(shown, out, title="Rollouts", note=f"{note}, seed {config.seed}", lacking=missing, names=names)
     return len(shown)
 
@@ -90,29 +81,8 @@ def ratios_of(
 ) -> tuple[int, list[list[np.ndarray] | None]]:
     """The update of the checkpoint, and each trajectory's ratios by turn and token; None for one without a turn."""
     update, params = read_planner(folder, which)
-    if isinstance(config, pure.Config):
-        score = _make_score(
-            word_model(config).policy,
-            params,
-            ScoreSettings(temperature=config.temperature, banned=(PAD,)),
-            micro_rows=BLOCK,
-            slots=max_trajectory_tokens(make_env(config.env)),
-        )
-    else:
-        assert isinstance(config, HostedConfig)
-        local = replace(config, mesh=None, offload="none")  # on one device, whatever the run had
-        model = load_start(config.model or folder / START, local)
-        planner = make_planner(model, local)
-        settings = ScoreSettings(
-            temperature=config.temperature, banned=model.banned, compute_dtype=planner.compute_dtype
-        )
-        score = _make_score(
-            planner.policy,
-            planner.trainable.merge(planner.params, params),
-            settings,
-            micro_rows=min(config.micro_rows, BLOCK),
-            slots=config.context_tokens,
-        )
+    scoring = reader_of(folder).scoring(config, folder, params)
+    score = _make_score(scoring)
     ratios: list[list[np.ndarray] | None] = [None] * len(trajectories)
     turns = [trajectory.turns for trajectory in trajectories]
     acted = sorted((n for n, own in enumerate(turns) if own), key=lambda n: max(len(turn.tokens) for turn in turns[n]))
@@ -128,13 +98,16 @@ def ratios_of(
     return update, ratios
 
 
-def _make_score(
-    policy: Policy, params: Params, settings: ScoreSettings, *, micro_rows: int, slots: int
-) -> Callable[[Trajectories], np.ndarray]:
+def _make_score(scoring: RecordedScoring) -> Callable[[Trajectories], np.ndarray]:
     """Log-probabilities (n t l) of trajectories, on the host; each fresh context is scored as a row of its own."""
     score_trajectories = make_score_trajectories(
-        policy, needs={"logp_ref"}, settings=settings, micro_rows=micro_rows, slots=slots
+        scoring.policy,
+        needs={"logp_ref"},
+        settings=scoring.settings,
+        micro_rows=min(scoring.micro_rows, BLOCK),
+        slots=scoring.slots,
     )
+    params = scoring.params
     run = jax.jit(lambda params, trajectories: score_trajectories(params, params, trajectories).logp_ref)
 
     def score(trajectories: Trajectories) -> np.ndarray:
@@ -183,15 +156,3 @@ def _read_advantages(path: Path) -> dict[tuple[int, int], list[Any] | None]:
         return {(line["group"], line["sample"]): line["advantage"] for line in lines}
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path} holds no advantages ({error!r:.80}): remove it, or continue the run") from None
-
-
-def token_decoder_of(config: RunConfig, folder: Path, tokenizer: str | None = None) -> TokenDecoder:
-    """The function from token ids to text: by the words of a pure environment, or by the run's tokenizer."""
-    if isinstance(config, pure.Config):
-        return make_word_decoder(make_env(config.env).vocabulary)
-    assert isinstance(config, HostedConfig)
-    source = tokenizer or config.model or folder / START
-    try:
-        return make_token_decoder(load_tokenizer(source))
-    except BadInput as error:
-        raise BadInput(f"{error}; or name the run's tokenizer by --tokenizer") from None

@@ -1,4 +1,4 @@
-"""Recipes: each makes one kind of run, by its `Config`, `preset`, `build` and `train`; and what they share.
+"""Recipes: each makes one kind of run, by its `Config`, `preset`, `build` and `RECIPE`; and what they share.
 
 Modules:
 
@@ -21,10 +21,13 @@ Modules:
     panel               Fixed sets of test tasks, one for each environment and difficulty
     pure                Recipe: a pure environment
     pure_config         Settings of a run on a pure environment
+    planner_reader      How the planner of a run is read from its folder
+    recipe              What a recipe is: `Recipe`, the `Objects` that it takes, and how one is found
     registry            Constructors by name
     self_verify         Recipe: self-verification
     self_verify_config  Settings of a run on self-verification
     self_verify_tasks   A small model that answers questions and judges answers, neither of them well
+    word_planner        The small planner of a pure environment: its shape, and how it is read
     task_sets/          Generated task sets, small enough for a pretrained model on a CPU
 """
 
@@ -42,6 +45,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "own_env",
         "panel",
         "pure",
+        "recipe",
         "registry",
         "self_verify",
     ),

@@ -1,6 +1,6 @@
 """The recipe of a run on the agent system: its planner is trained in the flow, with real tools.
 
-result = train(preset(updates=3), "runs/agent")
+result = RECIPE.train(preset(updates=3), "runs/agent")
 
 with build(config, folder) as setup: ...      the parts; sandbox, servers and engines are closed with the block
 """
@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -32,7 +32,7 @@ from flowgrpo.algorithms.compose import newest_segment_only
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Algorithm, HostEnv, Reward, Tool, ToolRunner
 from flowgrpo.data.task_files import parse_fields, read_tasks
-from flowgrpo.data.tasks import split_tasks
+from flowgrpo.data.tasks import Tasks, split_tasks
 from flowgrpo.data.tokenizer import ChatTokenizer, Messages, start_conversation
 from flowgrpo.data.tool_calls import Schema, signature
 from flowgrpo.files import make_folder, read_json, write_atomic
@@ -46,7 +46,17 @@ from flowgrpo.recipes import offline_start, offline_tasks, registry
 from flowgrpo.recipes.agent_config import Config, TaskConfig
 from flowgrpo.recipes.agent_config import preset as preset
 from flowgrpo.recipes.agent_warm_start import check_format_followed, format_compliance, make_warm_start
-from flowgrpo.recipes.registry import decayed_adamw, make_algorithm, make_base_optimizer, make_reward, make_tool
+from flowgrpo.recipes.planner_reader import TEXT
+from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, Recipe, name_of
+from flowgrpo.recipes.registry import (
+    check_reward,
+    check_tools,
+    decayed_adamw,
+    make_algorithm,
+    make_base_optimizer,
+    make_reward,
+    make_tool,
+)
 from flowgrpo.recipes.task_sets import TASK_SETS, TaskSet
 from flowgrpo.renamed import SETTINGS, current_names
 from flowgrpo.report.progress import with_progress
@@ -60,7 +70,7 @@ from flowgrpo.tools.search import Corpus, Document, read_corpus, search
 from flowgrpo.tools.toolset import ToolFailure, Toolset, toolset
 from flowgrpo.training import curriculum
 from flowgrpo.training.curriculum import Draw, HardTaskSampler
-from flowgrpo.training.hosted_training import HostedTrainable, check_run_folder, train_hosted, training_tasks
+from flowgrpo.training.hosted_training import hosted_trainable, training_tasks
 from flowgrpo.training.language_model import (
     HostedSetup,
     compare_before_after,
@@ -73,11 +83,9 @@ from flowgrpo.training.language_model import (
     sizes_of,
 )
 from flowgrpo.training.names import BUILTIN_EXAMPLES
-from flowgrpo.training.planner import check_planner, frozen_start, load_start, make_planner, template_of
-from flowgrpo.training.run_dir import START, read_run
-from flowgrpo.training.run_files import EXAMPLES, RUN
-from flowgrpo.training.session import TestReport, open_session
-from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
+from flowgrpo.training.planner import PlannerConfig, check_planner, frozen_start, load_start, make_planner, template_of
+from flowgrpo.training.run_files import EXAMPLES, RUN, START
+from flowgrpo.training.session import TestReport
 from flowgrpo.training.warm_start import no_warm_start
 from flowgrpo.types import BadInput, Params, Task
 
@@ -99,9 +107,11 @@ def builtin_task_set(config: TaskConfig) -> TaskSet | None:
     return TASK_SETS.get(config.tasks or "")
 
 
-def task_source_of(config: TaskConfig) -> TaskSource:
-    """The tasks of a built-in set, of a file, or of the offline world."""
+def task_source_of(config: TaskConfig, tasks: Tasks | Sequence[Task] | None = None) -> TaskSource:
+    """These tasks; or those of a built-in set, of a file, or of the offline world."""
     seed = config.seed
+    if tasks is not None:
+        return _source_of(tasks if isinstance(tasks, Tasks) else Tasks(tuple(tasks)), seed)
     if (task_set := builtin_task_set(config)) is not None:
         return TaskSource(
             draw=partial(task_set.draw, seed),
@@ -118,7 +128,10 @@ def task_source_of(config: TaskConfig) -> TaskSource:
             train=lambda: offline_tasks.make_tasks(seed, 0, POOL, "train", names),
             domains=names,
         )
-    tasks = read_tasks(config.tasks, fields=parse_fields(list(config.fields)), domain=config.domain)
+    return _source_of(read_tasks(config.tasks, fields=parse_fields(list(config.fields)), domain=config.domain), seed)
+
+
+def _source_of(tasks: Tasks, seed: int) -> TaskSource:
     return TaskSource(
         draw=draw_from(tasks, seed),
         train=lambda: split_tasks(tasks)["train"].items,
@@ -138,31 +151,56 @@ SPOKEN_ROLES = {
 RULE_ROLES = {"executor": roles.rule_executor, "verifier": roles.rule_verifier, "generator": roles.rule_generator}
 
 
-def check_settings(config: TaskConfig) -> TaskSource:
+def check_settings(config: TaskConfig, objects: Objects = NO_OBJECTS) -> TaskSource:
     """Check algorithm, optimizer, model and tasks; raises `BadInput`, or returns the tasks."""
-    algorithm_of(config)
-    optimizer_of(config)
-    if config.model is not None:
-        check_model(config.model, template_of(config))
-    return task_source_of(config)
+    algorithm_of(config, objects.algorithm)
+    optimizer_of(config, objects.optimizer)
+    check_start(config, objects)
+    return task_source_of(config, objects.tasks)
+
+
+def check_start(config: PlannerConfig, objects: Objects) -> None:
+    """Raise `BadInput` unless the model that the settings or the objects name can be loaded, and renders messages."""
+    if objects.model is None:
+        if config.model is not None:
+            check_model(config.model, template_of(config))
+        return
+    if not isinstance(objects.model, Model) or objects.model.tokenizer is None:
+        given = "a model without a tokenizer" if isinstance(objects.model, Model) else repr(objects.model)[:80]
+        raise BadInput(f"the model is {given}, and has to read and write text: give fg.load_model(...)")
+    if config.model is None:
+        raise BadInput(
+            f"other settings follow from the model: give its name to the preset, too, model={name_of(objects.model)!r}"
+        )
+    if config.chat_template is not None:
+        raise BadInput("--chat_template is of a model that is loaded by its name: load this one with template=")
+    start_conversation(objects.model.tokenizer, [{"role": "user", "content": "x"}])
+
+
+def load_planner(config: PlannerConfig, folder: Path, objects: Objects) -> Model:
+    """The planner's start: this object, the model that the settings name, or the one that was made in the folder."""
+    assert objects.model is None or isinstance(objects.model, Model)  # by `check_start`
+    return load_start(config.model or folder / START, config, objects.model)
 
 
 @contextmanager
-def build(config: Config, folder: Path, *, on_ready: Callable[[], object] | None = None) -> Iterator[HostedSetup]:
+def build(
+    config: Config, folder: Path, *, objects: Objects = NO_OBJECTS, on_ready: Callable[[], object] | None = None
+) -> Iterator[HostedSetup]:
     """The parts that these settings describe; sandbox, servers and engines are closed with the block.
 
     `on_ready` is called when everything that the settings name was found and has answered. Nothing is written, and no
     program compiled, before that.
     """
+    objects.check(NAME, "tasks", "model", "algorithm", "optimizer", "reward", "tools")
     check_planner(config)
-    source = check_settings(config)
+    source = check_settings(config, objects)
     with ExitStack() as stack:
         draw, task_sampler = curriculum.make_task_sampler(config, source.draw, source.train, groups=config.queries)
         sandbox = stack.enter_context(make_sandbox(config, source))
-        reward = reward_of(config, source, sandbox)
-        tools = stack.enter_context(
-            toolset(_make_tools(config, sandbox, stack), timeout=config.tool_seconds, concurrency=config.slots)
-        )
+        reward = reward_of(config, source, sandbox, objects.reward)
+        chosen_tools = _make_tools(config, sandbox, stack) if objects.tools is None else check_tools(objects.tools)
+        tools = stack.enter_context(toolset(chosen_tools, timeout=config.tool_seconds, concurrency=config.slots))
         endpoints = {
             name: _open_endpoint(name, backend, config, stack)
             for name, backend in config.roles.items()
@@ -175,7 +213,7 @@ def build(config: Config, folder: Path, *, on_ready: Callable[[], object] | None
         make_plain_env = partial(_make_env, schemas=tools.schemas, config=config)
         if config.model is None:
             offline_start.write_start_model(folder / START, make_plain_env, tools.call_tool, config)
-        model = load_start(config.model or folder / START, config)
+        model = load_planner(config, folder, objects)
         examples = _render_examples(config, model.tokenizer, tasks_shown, tools, folder)
         make_example_env = partial(make_plain_env, examples=examples)
         setup = build_setup(
@@ -184,6 +222,7 @@ def build(config: Config, folder: Path, *, on_ready: Callable[[], object] | None
             folder,
             model,
             make_plain_env if config.drop_examples else make_example_env,
+            objects=objects,
             name="agent",
             call_tool=tools.call_tool,
             reward=reward,
@@ -219,6 +258,7 @@ def build_setup(
     model: Model,
     make_env: Callable[..., HostEnv],
     *,
+    objects: Objects,
     name: str,
     call_tool: ToolRunner,
     reward: Reward | None,
@@ -232,6 +272,7 @@ def build_setup(
     Args:
         stack: closes engine and offloader.
         make_env: `make_env(tokenizer, turns=...)`.
+        objects: whose algorithm and optimizer replace those that the settings name.
         name: the run's name in its result.
         call_tool: runs a tool call.
         reward: None if the environment returns rewards.
@@ -270,8 +311,8 @@ def build_setup(
         tasks=tasks,
         task_sampler=task_sampler,
         task_metrics=partial(curriculum.curriculum_metrics, config),
-        algorithm=algorithm_of(config),
-        optimizer=optimizer_of(config),
+        algorithm=algorithm_of(config, objects.algorithm),
+        optimizer=optimizer_of(config, objects.optimizer),
         sizes=sizes_of(config, planner),
         warm_start=lambda _: no_warm_start(planner.params),
         format_trajectory=format_trajectory,
@@ -293,8 +334,10 @@ def make_sandbox(config: TaskConfig, source: TaskSource) -> Sandbox:
     return Sandbox(workers=launch.num_cores(), preload=registry.modules_to_preload(judged))
 
 
-def reward_of(config: TaskConfig, source: TaskSource, sandbox: Sandbox) -> Reward:
-    """The reward that --reward names, or else that of each task's domain; raises `BadInput` if a task has none."""
+def reward_of(config: TaskConfig, source: TaskSource, sandbox: Sandbox, reward: Reward | None = None) -> Reward:
+    """This reward; or that which --reward names, or that of each task's domain. `BadInput` if a task has none."""
+    if reward is not None:
+        return check_reward(reward, name_of(reward), source.draw("train", 0, 1)[0])
     if config.reward:
         return make_reward(config.reward, source.draw("train", 0, 1)[0])
     default = config.domain or (None if config.tasks else "answer")
@@ -503,9 +546,9 @@ def _format_trajectory(tokenizer: ChatTokenizer, env: HostEnv, trajectory: Recor
 # Learning -----------------------------------------------------------------------------------------------
 
 
-def algorithm_of(config: TaskConfig) -> Algorithm:
-    """The algorithm with the clip width, KL coefficient and correction of the settings."""
-    algorithm = make_algorithm(
+def algorithm_of(config: TaskConfig, algorithm: Algorithm | None = None) -> Algorithm:
+    """This algorithm; or the one that the settings name, with their clip width, KL coefficient and correction."""
+    algorithm = algorithm or make_algorithm(
         config.algorithm,
         beta=config.beta,
         clip_high=config.clip_high,
@@ -515,50 +558,30 @@ def algorithm_of(config: TaskConfig) -> Algorithm:
     if algorithm.name == "opd":
         raise BadInput("--algorithm=opd needs a teacher, which this run has none of: take another")
     if algorithm.targets is not None:
-        raise BadInput(f"--algorithm={config.algorithm} needs a critic, which this run has none of: take another")
+        raise BadInput(f"--algorithm={algorithm.name} needs a critic, which this run has none of: take another")
     return newest_segment_only(algorithm) if config.loss_versions == "newest" else algorithm
 
 
-def optimizer_of(config: TaskConfig) -> optax.GradientTransformation:
-    """The optimizer with the decay of its learning rate, and with loss scaling in float16."""
-    base = make_base_optimizer(config.optimizer)
-    steps = config.decay_updates * config.mini_batches
-    return optimizer_for(config.dtype, decayed_adamw(config.learning_rate, steps, config.decay_to, base=base))
+def optimizer_of(
+    config: TaskConfig, optimizer: optax.GradientTransformation | None = None
+) -> optax.GradientTransformation:
+    """This optimizer, or the one of the settings with the decay of its learning rate; with loss scaling in float16."""
+    if optimizer is None:
+        base = make_base_optimizer(config.optimizer)
+        steps = config.decay_updates * config.mini_batches
+        optimizer = decayed_adamw(config.learning_rate, steps, config.decay_to, base=base)
+    return optimizer_for(config.dtype, optimizer)
 
 
-# Commands -----------------------------------------------------------------------------------------------
+# The recipe ---------------------------------------------------------------------------------------------
 
 
-def train(
-    config: Config,
-    folder: str | Path,
-    *,
-    every: int = 10,
-    resume: bool = True,
-    loggers: Sequence[str] = (),
-    budget: TimeBudget = UNLIMITED,
-) -> dict[str, Any]:
-    """Train in a folder, or resume the run there -> the result.
-
-    Args:
-        every: updates between validations and checkpoints.
-        resume: False deletes an earlier run in the folder.
-        loggers: names of loggers for metrics (tensorboard, wandb, trackio).
-        budget: time after which the run stops, saved.
-    """
-    return train_hosted(
-        build, HostedTrainable, NAME, config, folder, every=every, resume=resume, loggers=loggers, budget=budget
-    )
-
-
-def rehearse(config: Config, folder: str | Path) -> None:
-    """Print the first prompt, and one trajectory of each of the first tasks; nothing is trained."""
-    path = check_run_folder(NAME, config, folder, resume=True)
-    with build(config, path) as setup:
-        tasks = training_tasks(setup, 0)[:4]
-        print(f"model {config.model or path / START}, tools {', '.join(setup.env.tools)}\n")
-        print(f"{first_prompt(setup.env, setup.model.tokenizer, tasks[0], setup.call_tool)}\n", flush=True)
-        print_rollout(setup, tasks)
+def print_first_rollouts(setup: HostedSetup) -> None:
+    """Print the first prompt, and one trajectory of each of the first tasks."""
+    config, tasks = setup.config, training_tasks(setup, 0)[:4]
+    print(f"model {config.model or setup.folder / START}, tools {', '.join(setup.env.tools)}\n")
+    print(f"{first_prompt(setup.env, setup.model.tokenizer, tasks[0], setup.call_tool)}\n", flush=True)
+    print_rollout(setup, tasks)
 
 
 def print_rollout(setup: HostedSetup, tasks: Sequence[Task]) -> None:
@@ -572,29 +595,26 @@ def print_rollout(setup: HostedSetup, tasks: Sequence[Task]) -> None:
         print(f"{setup.format_trajectory(setup.env, trajectory)}\nreward    {trajectory.outcome} {reason}\n")
 
 
-def evaluate(
-    config: TaskConfig,
-    folder: Path,
-    *,
-    seed: int = 1000,
-    tasks: int = 1000,
-    samples: int = 1,
-    make_setup: Callable[..., AbstractContextManager[HostedSetup]] = build,
-) -> tuple[int | None, TestReport]:
-    """Test a run's start and its best planner on fresh tasks -> (the update of the best, the report by domain).
+def evaluate_params(
+    setup: HostedSetup, params: Sequence[Params], *, seed: int = 1000, tasks: int = 1000, samples: int = 1
+) -> TestReport:
+    """Test the start and the best parameters on the same fresh tasks, `samples` times each, by domain."""
+    key = jax.random.key(seed)
+    rollouts = [
+        roll_out_split(setup, weights, key, "test", tasks=tasks, samples=samples, first=FRESH).trajectories
+        for weights in with_progress("play", params)
+    ]
+    return compare_before_after(setup, rollouts, samples=samples, ks=sorted({1, samples}))
 
-    Args:
-        seed: of the sampling keys.
-        tasks: number of test tasks, none of which is in the run's own table.
-        samples: trajectories a task; above 1 the report has pass@k.
-        make_setup: `build` of the run's recipe.
-    """
-    with make_setup(config, folder) as setup:
-        session = open_session(HostedTrainable(setup, read_run(folder)["recipe"]), folder)
-        best, best_params = session.best_params()
-        key = jax.random.key(seed)
-        rollouts = [
-            roll_out_split(setup, params, key, "test", tasks=tasks, samples=samples, first=FRESH).trajectories
-            for params in with_progress("play", (session.start_params, best_params))
-        ]
-        return best, compare_before_after(setup, rollouts, samples=samples, ks=sorted({1, samples}))
+
+RECIPE = Recipe(
+    name=NAME,
+    command="agentflow",
+    Config=Config,
+    preset=preset,
+    build=build,
+    make_trainable=hosted_trainable(NAME),
+    test=evaluate_params,
+    planner=TEXT,
+    rehearse=print_first_rollouts,
+)

@@ -1,6 +1,6 @@
 """The recipe of a cluster that trains the agent system: a master, and workers that roll out, judge and train.
 
-    result = train(preset(rollout_workers=2, updates=20), "runs/cluster")
+    result = RECIPE.train(preset(rollout_workers=2, updates=20), "runs/cluster")
 
 A rollout worker rolls out a group with the keys that a single process would use, a reward worker judges it, and the
 trainers are those of `cluster_trainer`. So the run is the same, wherever its parts are computed.
@@ -31,14 +31,16 @@ from flowgrpo.recipes import agent
 from flowgrpo.recipes.cluster_config import ANY, Config, schedule_of
 from flowgrpo.recipes.cluster_config import preset as preset
 from flowgrpo.recipes.cluster_trainer import ClusterTrainer
+from flowgrpo.recipes.planner_reader import TEXT
+from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, Recipe
 from flowgrpo.rollout.effects import EffectLog
 from flowgrpo.rollout.hosted import ConcurrencyLimit
 from flowgrpo.rollout.records import RolloutResult, abort
-from flowgrpo.training.hosted_training import eval_key, group_keys, run_key
+from flowgrpo.training.hosted_training import eval_key, group_keys, hosted_trainable, run_key
 from flowgrpo.training.language_model import HostedSetup, concurrency_of, make_hosted_rollout
 from flowgrpo.training.run_dir import delete_run, read_run
 from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
-from flowgrpo.types import BadInput, Params
+from flowgrpo.types import BadInput, Metrics, Params
 
 NAME = "cluster"
 
@@ -176,55 +178,90 @@ def _to_slice(previous: RolloutSlice, result: RolloutResult, *, resumable: bool)
 # The recipe ---------------------------------------------------------------------------------------------
 
 
-def train(
-    config: Config,
-    folder: str | Path,
-    *,
-    every: int = 10,
-    resume: bool = True,
-    loggers: Sequence[str] = (),
-    backend: Backend | None = None,
-    launch_settings: LaunchSettings = DEFAULT_LAUNCH,
-    on_iteration: Callable[[Master], None] = lambda _: None,
-    budget: TimeBudget = UNLIMITED,
-) -> dict[str, Any]:
-    """Run the master of a cluster to the end of the run -> the result.
+class ClusterRecipe(Recipe[Config, HostedSetup]):
+    """A recipe whose updates are made by many processes, each of which builds the parts that it needs."""
 
-    Args:
-        every: updates between validations and checkpoints.
-        resume: False deletes an earlier run in the folder.
-        loggers: names of loggers for metrics (tensorboard, wandb, trackio).
-        backend: starts and calls the workers; None: a Ray of this machine.
-        launch_settings: how JAX is configured in the workers.
-        on_iteration: called after each turn of the master's loop.
-        budget: time after which the run stops, saved.
-    """
-    path, plan = Path(folder).absolute(), schedule_of(config)
-    source = agent.check_settings(config)
-    agent.example_tasks(config, source)  # raises if they are wrong, before anything is removed
-    if not resume:
-        delete_run(path)
-    settings = ClusterSettings(
-        rollout_workers=config.rollout_workers,
-        reward_workers={pool_of(domain): count for domain, count in config.judges().items()},
-        trainer_workers=config.trainer_workers,
-        worker_capacity=config.worker_capacity,
-        validation_tasks=config.validation_tasks,
-        test_tasks=config.test_tasks,
-        judge_seconds=config.judge_seconds,
-        silent_seconds=config.silent_seconds,
-        watch_seconds=config.watch_seconds,
-        time_budget=budget,
-    )
-    make = partial(
-        make_worker, config=config, folder=path, every=every, launch_settings=launch_settings, loggers=loggers
-    )
-    choose_task: Callable[[SuccessRates, int], int] | None = None  # as in a single process
-    if config.prompts == "hard":
-        num_tasks = len(source.train())
-        choose_task = lambda rates, group: sample_task(rates, config.seed, group, num_tasks)  # noqa: E731
-    with nullcontext(backend) if backend is not None else RayBackend(None) as workers:
-        return Master(workers, plan, settings, make, path, choose_task=choose_task, on_iteration=on_iteration).run()
+    def train(
+        self,
+        config: Config,
+        folder: str | Path,
+        *,
+        objects: Objects = NO_OBJECTS,
+        every: int = 10,
+        resume: bool = True,
+        loggers: Sequence[str] = (),
+        budget: TimeBudget = UNLIMITED,
+        on_update: Callable[[Metrics], object] | None = None,
+        backend: Backend | None = None,
+        launch_settings: LaunchSettings = DEFAULT_LAUNCH,
+        on_iteration: Callable[[Master], None] = lambda _: None,
+    ) -> dict[str, Any]:
+        """Run the master of a cluster to the end of the run -> the result.
+
+        Args:
+            config: settings of the run.
+            folder: of the run, which all processes share.
+            objects: none, since other processes can't be handed any.
+            every: updates between validations and checkpoints.
+            resume: False deletes an earlier run in the folder.
+            loggers: names of loggers for metrics (tensorboard, wandb, trackio).
+            budget: time after which the run stops, saved.
+            on_update: None, since another process trains.
+            backend: starts and calls the workers; None: a Ray of this machine.
+            launch_settings: how JAX is configured in the workers.
+            on_iteration: called after each turn of the master's loop.
+        """
+        objects.check(self.name)
+        if on_update is not None:
+            raise BadInput("the updates of a cluster are made by another process: leave out on_update")
+        path, plan = Path(folder).absolute(), schedule_of(config)
+        source = agent.check_settings(config)
+        agent.example_tasks(config, source)  # raises if they are wrong, before anything is removed
+        if not resume:
+            delete_run(path)
+        settings = ClusterSettings(
+            rollout_workers=config.rollout_workers,
+            reward_workers={pool_of(domain): count for domain, count in config.judges().items()},
+            trainer_workers=config.trainer_workers,
+            worker_capacity=config.worker_capacity,
+            validation_tasks=config.validation_tasks,
+            test_tasks=config.test_tasks,
+            judge_seconds=config.judge_seconds,
+            silent_seconds=config.silent_seconds,
+            watch_seconds=config.watch_seconds,
+            time_budget=budget,
+        )
+        make = partial(
+            make_worker, config=config, folder=path, every=every, launch_settings=launch_settings, loggers=loggers
+        )
+        choose_task: Callable[[SuccessRates, int], int] | None = None  # as in a single process
+        if config.prompts == "hard":
+            num_tasks = len(source.train())
+            choose_task = lambda rates, group: sample_task(rates, config.seed, group, num_tasks)  # noqa: E731
+        with nullcontext(backend) if backend is not None else RayBackend(None) as workers:
+            return Master(workers, plan, settings, make, path, choose_task=choose_task, on_iteration=on_iteration).run()
+
+
+@contextmanager
+def build(
+    config: Config, folder: Path, *, objects: Objects = NO_OBJECTS, on_ready: Callable[[], object] | None = None
+) -> Iterator[HostedSetup]:
+    """The parts of the run in a single process, which evaluates it."""
+    objects.check(NAME)
+    with agent.build(config, folder, on_ready=on_ready) as setup:
+        yield setup
+
+
+RECIPE = ClusterRecipe(
+    name=NAME,
+    command="cluster",
+    Config=Config,
+    preset=preset,
+    build=build,
+    make_trainable=hosted_trainable(NAME),
+    test=agent.evaluate_params,
+    planner=TEXT,
+)
 
 
 def read_cluster_config(folder: Path) -> Config:

@@ -1,12 +1,11 @@
 """The recipe of learning from a file of conversations: demonstrations to imitate (SFT), or preferences (DPO).
 
-result = train(Config(method="sft", data="demonstrations.jsonl", model="models/small"), "runs/sft")
+result = RECIPE.train(Config(method="sft", data="demonstrations.jsonl", model="models/small"), "runs/sft")
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,11 +26,11 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, load_model, save_model
 from flowgrpo.models.trainable import cast
 from flowgrpo.recipes.finetune_config import Config
+from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, Recipe, plain_build
 from flowgrpo.training.checkpoints import params_sha256
 from flowgrpo.training.next_steps import closing_message, command, list_contents
-from flowgrpo.training.session import Session, Step, Trainable, Validation, run_session
+from flowgrpo.training.session import Session, Step, Trainable, Validation
 from flowgrpo.training.stages import TrainState
-from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.types import BadInput, Batch, Metrics, Params, Trajectory
 
 NAME = "finetune"
@@ -168,8 +167,9 @@ class FinetuneParts(NamedTuple):
     objective: Objective
 
 
-def build(config: Config) -> FinetuneParts:
+def build(config: Config, *, objects: Objects = NO_OBJECTS) -> FinetuneParts:
     """Read model and examples, and make the parts of a run."""
+    objects.check(NAME)
     # Parameters are float32, since small steps would be lost in less; the policy computes in `dtype`.
     model = load_model(config.model, dtype="float32")
     policy = make_policy(model.config, dtype=config.dtype, attend=get_kernel(config.attention))
@@ -260,27 +260,6 @@ class FinetuneTrainable(Trainable):
         return result
 
 
-def train(
-    config: Config,
-    folder: str | Path,
-    *,
-    every: int = 50,
-    resume: bool = True,
-    loggers: Sequence[str] = (),
-    budget: TimeBudget = UNLIMITED,
-) -> dict[str, Any]:
-    """Train in a folder, or resume the run there -> the result.
-
-    Args:
-        every: gradient steps between validations and checkpoints.
-        resume: False deletes an earlier run in the folder.
-        loggers: names of loggers for metrics (tensorboard, wandb, trackio).
-        budget: time after which the run stops, saved.
-    """
-    trainable = FinetuneTrainable(build(config))
-    return run_session(trainable, Path(folder), every=every, resume=resume, loggers=loggers, budget=budget)
-
-
 def batches(count: int, size: int, seed: int, first: int, steps: int) -> Iterator[Sequence[int]]:
     """Indices of the examples of steps `first` to `steps`: a new permutation in each epoch, end to end, stateless."""
     for step in range(first, steps):
@@ -288,3 +267,13 @@ def batches(count: int, size: int, seed: int, first: int, steps: int) -> Iterato
         epochs = sorted({int(position) // count for position in positions})
         orders = {epoch: np.random.default_rng([seed, epoch]).permutation(count) for epoch in epochs}
         yield [int(orders[position // count][position % count]) for position in positions.tolist()]
+
+
+RECIPE = Recipe(
+    name=NAME,
+    command="finetune",
+    Config=Config,
+    preset=Config,
+    build=plain_build(build),
+    make_trainable=lambda parts, _folder: FinetuneTrainable(parts),
+)

@@ -2,14 +2,14 @@
 
     fg.recipes.own_agent.train_agent(agent, "tasks.jsonl", reward, model="path/of/model", folder="runs/mine")
 
-    result = train(config, "runs/mine")            config: `preset(model, agent="python my_agent.py", tasks=...)`
+    result = RECIPE.train(config, "runs/mine")     config: `preset(model, agent="python my_agent.py", tasks=...)`
     with build(config, folder) as setup: ...       the parts; gateway, agents and engine are closed with the block
 
 The agent gets the base URL of an OpenAI-compatible API, which serves the model that is trained (`flowgrpo.gateway`).
 Everything else is as in any run: checkpoints, resuming, algorithms, controls, pages of trajectories.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,26 +21,28 @@ from flowgrpo.gateway.agent_env import agent_env, context_metrics
 from flowgrpo.gateway.agent_start import ExternalAgent
 from flowgrpo.gateway.agents import AgentHost
 from flowgrpo.gateway.server import Gateway
-from flowgrpo.recipes import agent as agent_recipe
 from flowgrpo.recipes import offline_start
 from flowgrpo.recipes.agent import (
     build_setup,
     check_settings,
+    evaluate_params,
+    load_planner,
     make_sandbox,
     print_rollout,
     reward_of,
 )
 from flowgrpo.recipes.own_agent_config import POSTED, Config, LimitSettings
 from flowgrpo.recipes.own_agent_config import preset as preset
+from flowgrpo.recipes.planner_reader import TEXT
+from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, Recipe, name_of
 from flowgrpo.training import curriculum
-from flowgrpo.training.hosted_training import HostedTrainable, check_run_folder, train_hosted, training_tasks
+from flowgrpo.training.hosted_training import hosted_trainable, training_tasks
 from flowgrpo.training.language_model import (
     HostedSetup,
     format_conversation,
 )
-from flowgrpo.training.planner import check_planner, load_start
+from flowgrpo.training.planner import check_planner
 from flowgrpo.training.run_dir import START
-from flowgrpo.training.session import TestReport
 from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 
 NAME = "own_agent"
@@ -54,30 +56,24 @@ def _make_env(text: ChatTokenizer, *, config: Config, turns: int) -> HostEnv:
 
 @contextmanager
 def build(
-    config: Config,
-    folder: Path,
-    *,
-    on_ready: Callable[[], object] | None = None,
-    agent: ExternalAgent | None = None,
-    reward: Reward | None = None,
+    config: Config, folder: Path, *, objects: Objects = NO_OBJECTS, on_ready: Callable[[], object] | None = None
 ) -> Iterator[HostedSetup]:
     """The parts that these settings describe; gateway, agents and engine are closed with the block.
 
-    Args:
-        on_ready: called when everything that the settings name was found, before anything is written.
-        agent: replaces the one that the settings name.
-        reward: likewise.
+    `on_ready` is called when everything that the settings name was found, before anything is written.
     """
+    objects.check(NAME, "agent", "tasks", "model", "algorithm", "optimizer", "reward")
     check_planner(config)
-    source = check_settings(config)
+    source = check_settings(config, objects)
     with ExitStack() as stack:
         draw, task_sampler = curriculum.make_task_sampler(config, source.draw, source.train, groups=config.queries)
-        if reward is None and config.reward != POSTED:
-            reward = reward_of(config, source, stack.enter_context(make_sandbox(config, source)))
+        reward = objects.reward
+        if reward is not None or config.reward != POSTED:
+            reward = reward_of(config, source, stack.enter_context(make_sandbox(config, source)), reward)
         gateway = stack.enter_context(Gateway(model=MODEL_NAME, decode=str))
         host = stack.enter_context(
             AgentHost(
-                agent or config.agent,
+                objects.agent or config.agent,
                 gateway,
                 timeout=config.agent_seconds,
                 silent_timeout=config.silent_seconds,
@@ -90,7 +86,7 @@ def build(
             on_ready()
         if config.model is None:
             offline_start.write_start_model(folder / START, _make_env, host.call_tool, config)
-        model = load_start(config.model or folder / START, config)
+        model = load_planner(config, folder, objects)
         gateway.decode = model.tokenizer.decode
         setup = build_setup(
             stack,
@@ -98,6 +94,7 @@ def build(
             folder,
             model,
             partial(_make_env, config=config),
+            objects=objects,
             name="agent of your own",
             call_tool=host.call_tool,
             reward=reward,
@@ -115,31 +112,17 @@ def build(
         yield setup
 
 
-def train(
-    config: Config,
-    folder: str | Path,
-    *,
-    agent: ExternalAgent | None = None,
-    reward: Reward | None = None,
-    every: int = 10,
-    resume: bool = True,
-    loggers: Sequence[str] = (),
-    budget: TimeBudget = UNLIMITED,
-) -> dict[str, Any]:
-    """Train in a folder, or resume the run there -> the result.
-
-    Args:
-        agent: replaces the one that the settings name.
-        reward: likewise.
-        every: updates between validations and checkpoints.
-        resume: False deletes an earlier run in the folder.
-        loggers: names of loggers for metrics (tensorboard, wandb, trackio).
-        budget: time after which the run stops, saved.
-    """
-    build_own = partial(build, agent=agent, reward=reward)
-    return train_hosted(
-        build_own, HostedTrainable, NAME, config, folder, every=every, resume=resume, loggers=loggers, budget=budget
-    )
+RECIPE = Recipe(
+    name=NAME,
+    command="train_agent",
+    Config=Config,
+    preset=preset,
+    build=build,
+    make_trainable=hosted_trainable(NAME),
+    test=evaluate_params,
+    planner=TEXT,
+    rehearse=lambda setup: print_rollout(setup, training_tasks(setup, 0)[:4]),
+)
 
 
 def train_agent(
@@ -171,39 +154,10 @@ def train_agent(
     function = reward if isinstance(reward, Reward) else Reward(reward) if callable(reward) else None
     config = preset(
         str(model),
-        agent=agent if isinstance(agent, str) else _name_of(agent),
+        agent=agent if isinstance(agent, str) else name_of(agent),
         tasks=str(tasks),
-        reward=reward if reward is None or isinstance(reward, str) else _name_of(reward),
+        reward=reward if reward is None or isinstance(reward, str) else name_of(reward),
         **settings,
     )
-    return train(
-        config,
-        folder,
-        agent=None if isinstance(agent, str) else agent,
-        reward=function,
-        every=every,
-        resume=resume,
-        budget=budget,
-    )
-
-
-def _name_of(value: Any) -> str:
-    """A name of a command or function for run.json."""
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", type(value).__qualname__)
-    return f"{module}:{name}"
-
-
-def rehearse(config: Config, folder: str | Path) -> None:
-    """Print one trajectory of each of the first tasks, as the model sees it; nothing is trained."""
-    path = check_run_folder(NAME, config, folder, resume=True)
-    with build(config, path) as setup:
-        print_rollout(setup, training_tasks(setup, 0)[:4])
-
-
-def evaluate(
-    config: Config, folder: Path, *, seed: int = 1000, tasks: int = 1000, samples: int = 1
-) -> tuple[int | None, TestReport]:
-    """Test a run's start and its best planner on fresh tasks, as `agent.evaluate` does."""
-    return agent_recipe.evaluate(config, folder, seed=seed, tasks=tasks, samples=samples, make_setup=build)
+    objects = Objects(agent=None if isinstance(agent, str) else agent, reward=function)
+    return RECIPE.train(config, folder, objects=objects, every=every, resume=resume, budget=budget)

@@ -1,13 +1,13 @@
 """The recipe of a run on an environment of your own: a TRL-style class, gymnasium, textarena, or an OpenEnv server.
 
-    result = train(config, "runs/mine")            config: `preset("path/of/model", env="gymnasium:Taxi-v3")`
+    result = RECIPE.train(config, "runs/mine")     config: `preset("path/of/model", env="gymnasium:Taxi-v3")`
     with build(config, folder) as setup: ...       the parts; the process and the engine are closed with it
 
 The environment runs in a process of its own, perhaps with another Python (`flowgrpo.external_envs`), and returns its
 own rewards, unless --reward names one. A task is a seed; or a line of a file, whose fields are passed to `reset`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,22 +15,32 @@ from pathlib import Path
 from sys import executable
 from typing import Any
 
-from flowgrpo.contracts import HostEnv
+from flowgrpo.contracts import HostEnv, ToolRunner
 from flowgrpo.data.tokenizer import ChatTokenizer
 from flowgrpo.external_envs.env import external_env
 from flowgrpo.external_envs.process import EnvProcess
 from flowgrpo.recipes import agent
-from flowgrpo.recipes.agent import POOL, TaskSource, build_setup, check_settings, make_sandbox, reward_of
+from flowgrpo.recipes.agent import (
+    POOL,
+    TaskSource,
+    build_setup,
+    check_settings,
+    check_start,
+    load_planner,
+    make_sandbox,
+    reward_of,
+)
 from flowgrpo.recipes.own_env_config import Config
 from flowgrpo.recipes.own_env_config import preset as preset
+from flowgrpo.recipes.planner_reader import TEXT
+from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, Recipe
+from flowgrpo.rollout.effects import no_effects
 from flowgrpo.training import curriculum
-from flowgrpo.training.hosted_training import HostedTrainable, train_hosted
+from flowgrpo.training.hosted_training import hosted_trainable, training_tasks
 from flowgrpo.training.language_model import HostedSetup, format_conversation
 from flowgrpo.training.names import SPLITS
-from flowgrpo.training.planner import check_planner, load_start
-from flowgrpo.training.session import TestReport
-from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
-from flowgrpo.types import Task
+from flowgrpo.training.planner import check_planner
+from flowgrpo.types import BadInput, Task
 
 NAME = "own_env"
 SEEDS_PER_SPLIT = 1 << 24
@@ -57,37 +67,41 @@ def add_seeds(source: TaskSource) -> TaskSource:
 
 
 @contextmanager
-def build(config: Config, folder: Path, *, on_ready: Callable[[], object] | None = None) -> Iterator[HostedSetup]:
+def build(
+    config: Config, folder: Path, *, objects: Objects = NO_OBJECTS, on_ready: Callable[[], object] | None = None
+) -> Iterator[HostedSetup]:
     """The parts that these settings describe; the environment's process and the engine are closed with the block.
 
     `on_ready` is called when everything that the settings name was found, before anything is written.
     """
+    objects.check(NAME, "env", "tasks", "model", "algorithm", "optimizer", "reward")
     check_planner(config)
-    if config.tasks is None:
+    if config.tasks is None and objects.tasks is None:
         source = seed_tasks(config)
-        agent.algorithm_of(config)  # raises if it does not fit
+        check_start(config, objects)
+        agent.algorithm_of(config, objects.algorithm)  # raises if it does not fit
     else:
-        source = add_seeds(check_settings(config))
-    kind, _, spec = config.env.partition(":")
+        source = add_seeds(check_settings(config, objects))
     with ExitStack() as stack:
         draw, task_sampler = curriculum.make_task_sampler(config, source.draw, source.train, groups=config.queries)
-        process = EnvProcess(kind, spec, python=config.python or executable, timeout=config.env_seconds)
-        tools = stack.enter_context(process).check()
-        reward = None
-        if config.reward:
-            reward = reward_of(config, source, stack.enter_context(make_sandbox(config, source)))
+        make_env, call_tool = (
+            _open_process(config, stack) if objects.env is None else (partial(make_host_env, objects.env), no_effects)
+        )
+        reward = objects.reward
+        if reward is not None or config.reward:
+            reward = reward_of(config, source, stack.enter_context(make_sandbox(config, source)), reward)
         if on_ready is not None:
             on_ready()
-        assert config.model is not None  # checked by the Config
-        model = load_start(config.model, config)
+        model = load_planner(config, folder, objects)
         yield build_setup(
             stack,
             config,
             folder,
             model,
-            partial(_make_env, config=config, tools=tools),
+            partial(make_env, config=config),
+            objects=objects,
             name=config.env,
-            call_tool=process.call_tool,
+            call_tool=call_tool,
             reward=reward,
             tasks=draw,
             task_sampler=task_sampler,
@@ -96,41 +110,52 @@ def build(config: Config, folder: Path, *, on_ready: Callable[[], object] | None
         )
 
 
-def _make_env(text: ChatTokenizer, *, config: Config, tools: Sequence[str], turns: int) -> HostEnv:
-    return external_env(
-        text,
-        turns=turns,
-        max_tokens=config.max_tokens,
-        context_tokens=config.context_tokens,
-        instructions=config.instructions,
-        tools=tools,
-    )
+def _open_process(config: Config, stack: ExitStack) -> tuple[Callable[..., HostEnv], ToolRunner]:
+    """The environment that the settings name, in a process that the stack closes: `make_env`, and its tools."""
+    kind, _, spec = config.env.partition(":")
+    process = EnvProcess(kind, spec, python=config.python or executable, timeout=config.env_seconds)
+    tools = stack.enter_context(process).check()
+
+    def make_env(text: ChatTokenizer, *, config: Config, turns: int) -> HostEnv:
+        return external_env(
+            text,
+            turns=turns,
+            max_tokens=config.max_tokens,
+            context_tokens=config.context_tokens,
+            instructions=config.instructions,
+            tools=tools,
+        )
+
+    return make_env, process.call_tool
 
 
-def train(
-    config: Config,
-    folder: str | Path,
-    *,
-    every: int = 10,
-    resume: bool = True,
-    loggers: Sequence[str] = (),
-    budget: TimeBudget = UNLIMITED,
-) -> dict[str, Any]:
-    """Train in a folder, or resume the run there -> the result.
+def make_host_env(env: Any, text: ChatTokenizer, *, config: Config, turns: int) -> HostEnv:
+    """An object as the environment of a run: an `fg.HostEnv`, or a function of the tokenizer that returns one.
 
-    Args:
-        every: updates between validations and checkpoints.
-        resume: False deletes an earlier run in the folder.
-        loggers: names of loggers for metrics (tensorboard, wandb, trackio).
-        budget: time after which the run stops, saved.
+    Its own limits count where they are below those of the settings.
     """
-    return train_hosted(
-        build, HostedTrainable, NAME, config, folder, every=every, resume=resume, loggers=loggers, budget=budget
-    )
+    made = env if isinstance(env, HostEnv) else env(text) if callable(env) else env
+    if not isinstance(made, HostEnv):
+        raise BadInput(
+            f"the environment {env!r:.80} gave {made!r:.80}, which is no fg.HostEnv: give one, or a function of the "
+            "tokenizer that returns one"
+        )
+    if made.max_tokens >= config.context_tokens:
+        raise BadInput(
+            f"the environment {made.name} has actions of {made.max_tokens} tokens, and "
+            f"--context_tokens={config.context_tokens} holds them with their context: raise it"
+        )
+    return made._replace(max_turns=min(made.max_turns, turns))
 
 
-def evaluate(
-    config: Config, folder: Path, *, seed: int = 1000, tasks: int = 1000, samples: int = 1
-) -> tuple[int | None, TestReport]:
-    """Test a run's start and its best planner on fresh tasks, as `agent.evaluate` does."""
-    return agent.evaluate(config, folder, seed=seed, tasks=tasks, samples=samples, make_setup=build)
+RECIPE = Recipe(
+    name=NAME,
+    command="train_env",
+    Config=Config,
+    preset=preset,
+    build=build,
+    make_trainable=hosted_trainable(NAME),
+    test=agent.evaluate_params,
+    planner=TEXT,
+    rehearse=lambda setup: agent.print_rollout(setup, training_tasks(setup, 0)[:4]),
+)

@@ -26,6 +26,7 @@ from flowgrpo.recipes import pure
 from flowgrpo.recipes.registry import ENVIRONMENTS
 from flowgrpo.rollout.compiled import make_rollout
 from flowgrpo.rollout.exams import evaluate_rollout, evaluation_inputs
+from flowgrpo.training.session import open_session
 from flowgrpo.types import BadInput, Params
 
 SEED, TASKS, SPLIT = 2026, 512, "test"
@@ -124,7 +125,7 @@ def evaluate_run(config: pure.Config, folder: Path) -> tuple[int | None, dict[st
     """Evaluate a run's start and its best planner -> (the update of the best, both evaluations by set)."""
     setup = pure.build(config)
     names = panel_names(setup.env)
-    session = pure.open_session(pure.PureTrainable(setup), folder)
+    session = open_session(pure.PureTrainable(setup), folder)
     best, best_params = session.best_params()
     session.progress.log(f"rolling out {len(names)} sets of {TASKS} tasks with the start, and with update {best}")
     before, after = (

@@ -1,6 +1,6 @@
 """The recipe of a run on a pure environment: imitation, then RL by compiled iterations.
 
-result = train(preset("maze", updates=50), "runs/maze")
+result = RECIPE.train(preset("maze", updates=50), "runs/maze")
 setup = build(Config())     the parts: environment, policy, algorithm, optimizer, the stages of an iteration
 """
 
@@ -33,7 +33,7 @@ from flowgrpo.learner.critic import (
 )
 from flowgrpo.learner.imitation import make_supervised, make_validation
 from flowgrpo.learner.state import adamw, init_learner
-from flowgrpo.models.config import DecoderConfig, small_config
+from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import HEAD, make_critic
 from flowgrpo.models.decoder import make_policy, matrices
 from flowgrpo.models.trainable import ActorCritic, actor_params
@@ -41,7 +41,10 @@ from flowgrpo.parallel.compile_ahead import compile_ahead, jit_quickly
 from flowgrpo.parallel.sharding import critic_axes, decoder_axes, place_state, resolve_mesh, shard_policy
 from flowgrpo.recipes.pure_config import Config
 from flowgrpo.recipes.pure_config import preset as preset
+from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, Recipe, plain_build
 from flowgrpo.recipes.registry import decayed_adamw, make_algorithm, make_env
+from flowgrpo.recipes.word_planner import WORDS
+from flowgrpo.recipes.word_planner import small_decoder_config as small_decoder_config
 from flowgrpo.rollout import exams
 from flowgrpo.rollout.compiled import shuffled_rewards
 from flowgrpo.rollout.records import RecordedTrajectory
@@ -63,12 +66,10 @@ from flowgrpo.training.session import (
     Validation,
     before_after_table,
     open_session,
-    run_session,
     train_line,
     validation_of,
 )
 from flowgrpo.training.stages import IterationSettings, TrainState
-from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.training.warm_start import WarmStart
 from flowgrpo.types import BadInput, Metrics, Params, PyTree, Task, Trajectories
 
@@ -87,6 +88,7 @@ class Setup(NamedTuple):
 
     config: Config
     env: Env
+    decoder: DecoderConfig
     policy: Policy
     algorithm: Algorithm
     optimizer: optax.GradientTransformation
@@ -96,11 +98,25 @@ class Setup(NamedTuple):
     critic: ValueModel | None = None
 
 
-def build(config: Config, *, env: Env | None = None, algorithm: Algorithm | None = None) -> Setup:
-    """The parts that a Config describes; `env` and `algorithm` replace those that it names."""
-    env = make_env(config.env) if env is None else env
-    decoder = small_decoder_config(env, config)
+def build(config: Config, *, objects: Objects = NO_OBJECTS) -> Setup:
+    """The parts that a Config describes; an environment, algorithm, optimizer or DecoderConfig replaces its own."""
+    objects.check(NAME, "env", "model", "algorithm", "optimizer")
+    env = make_env(config.env) if objects.env is None else objects.env
+    if not isinstance(env, Env):
+        raise BadInput(f"the environment {env!r:.80} is no fg.Env, which the recipe {NAME} compiles: give one")
+    decoder = small_decoder_config(env, config) if objects.model is None else objects.model
+    if not isinstance(decoder, DecoderConfig):
+        raise BadInput(
+            f"the recipe {NAME} trains a small model of its environment's words: give its shape, a DecoderConfig, "
+            f"instead of a {type(decoder).__name__}"
+        )
+    if decoder.v != len(env.vocabulary):
+        raise BadInput(
+            f"the model has {decoder.v} words and the environment {env.name} {len(env.vocabulary)}: give a "
+            f"DecoderConfig with v={len(env.vocabulary)}"
+        )
     policy = make_policy(decoder, unroll=True)
+    algorithm = objects.algorithm
     if algorithm is None:
         if (config.algorithm == "opd") != (config.teacher is not None):
             raise BadInput("--algorithm=opd and --teacher=RUN go together: give both, or neither")
@@ -118,7 +134,9 @@ def build(config: Config, *, env: Env | None = None, algorithm: Algorithm | None
 
     steps = config.decay_updates * config.mini_batches * config.epochs
     muon_matrices = matrices(decoder) if config.optimizer == "muon" else None
-    optimizer = decayed_adamw(config.learning_rate, steps, config.decay_to, matrices=muon_matrices)
+    optimizer = objects.optimizer
+    if optimizer is None:
+        optimizer = decayed_adamw(config.learning_rate, steps, config.decay_to, matrices=muon_matrices)
     critic = None
     if algorithm.targets is not None:  # a critic starts with the policy's trunk
         if config.critic == "shared":
@@ -143,12 +161,7 @@ def build(config: Config, *, env: Env | None = None, algorithm: Algorithm | None
         axes = ActorCritic(axes, critic_axes(decoder) if config.critic == "own" else {HEAD: "d"})
     to_mesh = partial(place_state, mesh=mesh, axes=axes)
     stages = make_stages(env, policy, algorithm, optimizer, sizes, judge=judge, critic=critic)
-    return Setup(config, env, policy, algorithm, optimizer, sizes, stages, to_mesh, critic)
-
-
-def small_decoder_config(env: Env, config: Config) -> DecoderConfig:
-    """The shape of a small decoder over the vocabulary of an environment."""
-    return small_config(len(env.vocabulary), d=config.model_dim, layers=config.layers, head=config.head_dim)
+    return Setup(config, env, decoder, policy, algorithm, optimizer, sizes, stages, to_mesh, critic)
 
 
 def teacher_params(config: Config) -> Params:
@@ -180,7 +193,7 @@ def warm_optimizer(setup: Setup) -> optax.GradientTransformation:
         learning_rate=setup.config.warm_rate,
         warmup_steps=20,
         decay_steps=setup.config.warm_steps,
-        matrices=matrices(small_decoder_config(setup.env, setup.config)),
+        matrices=matrices(setup.decoder),
     )
 
 
@@ -420,49 +433,29 @@ def format_examples(rollouts: Sequence[Trajectories], env: Env) -> list[str]:
     return [f"{when}:\n{text}" for when, text in zip(("before", "after"), texts, strict=True)]
 
 
-# Commands -----------------------------------------------------------------------------------------------
+# The recipe ---------------------------------------------------------------------------------------------
 
 
-def train(
-    config: Config,
-    folder: str | Path,
-    *,
-    every: int = 10,
-    resume: bool = True,
-    loggers: Sequence[str] = (),
-    budget: TimeBudget = UNLIMITED,
-) -> dict[str, Any]:
-    """Train in a folder, or resume the run there -> the result.
-
-    Args:
-        every: updates between validations and checkpoints.
-        resume: False deletes an earlier run in the folder.
-        loggers: names of loggers for metrics (tensorboard, wandb, trackio).
-        budget: time after which the run stops, saved.
-    """
-    path = Path(folder)
-    trainable = PureTrainable(build(config), path)
-    return run_session(trainable, path, every=every, resume=resume, loggers=loggers, budget=budget)
-
-
-def evaluate(
-    config: Config, folder: Path, *, seed: int = 1000, tasks: int = 1000, samples: int = 1
-) -> tuple[int | None, TestReport]:
-    """Test a run's start and its best planner on fresh tasks -> (the update of the best, the report).
-
-    Args:
-        seed: of tasks and sampling keys.
-        tasks: number of test tasks.
-        samples: trajectories a task; above 1 the report has pass@k.
-    """
-    setup = build(config)
-    session = open_session(PureTrainable(setup), folder)
-    best, best_params = session.best_params()
-    session.progress.log(f"rolling out {tasks} test tasks with the start, and with update {best}")
+def evaluate_params(
+    setup: Setup, params: Sequence[Params], *, seed: int = 1000, tasks: int = 1000, samples: int = 1
+) -> TestReport:
+    """Test the start and the best parameters on the same fresh tasks, `samples` times each."""
     rollout, key = jax.jit(_make_evaluation_rollout(setup, "test", tasks, samples)), jax.random.key(seed)
-    rollouts = [rollout(params, key) for params in (session.start_params, best_params)]
+    rollouts = [rollout(weights, key) for weights in params]
     before, after = (
         _evaluate_rollout(trajectories, setup.env, samples=samples, ks=sorted({1, samples}))
         for trajectories in rollouts
     )
-    return best, TestReport([before, after], before_after_table(before, after), {})
+    return TestReport([before, after], before_after_table(before, after), {})
+
+
+RECIPE = Recipe(
+    name=NAME,
+    command="quickstart",
+    Config=Config,
+    preset=preset,
+    build=plain_build(build),
+    make_trainable=PureTrainable,
+    test=evaluate_params,
+    planner=WORDS,
+)

@@ -5,7 +5,7 @@ domain, and `route_by_domain` is the reward that routes each task to that of its
 """
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -65,13 +65,25 @@ def make_tool(name: str) -> Tool:
     return tool(value)
 
 
+def check_tools(tools: Sequence[Tool]) -> list[Tool]:
+    """The tools, if each is an `fg.Tool`."""
+    for value in tools:
+        if not isinstance(value, Tool):
+            raise BadInput(f"{value!r:.80} is no fg.Tool: make one of a function with types and a docstring, fg.tool")
+    return list(tools)
+
+
 def make_reward(name: str, task: Task) -> Reward:
     """The reward that `MODULE:NAME` names: an `fg.Reward`, or a function (task, answer) -> fg.RewardResult.
 
     It is called once, for `task` and an empty answer, so that an error shows before training.
     """
     value = import_named(name, "reward")
-    reward = value if isinstance(value, Reward) else Reward(value)
+    return check_reward(value if isinstance(value, Reward) else Reward(value), name, task)
+
+
+def check_reward(reward: Reward, name: str, task: Task) -> Reward:
+    """The reward, if it judges an empty answer to this task by an `fg.RewardResult`; `name` is for the message."""
     try:
         result: Any = reward.score(task, "")
     except (Exception, SystemExit) as error:  # the user's code

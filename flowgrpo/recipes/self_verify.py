@@ -1,6 +1,6 @@
 """The recipe of self-verification: a model's reward is its own frozen start, asked whether an answer is correct.
 
-    result = train(preset(updates=40), "runs/self")
+    result = RECIPE.train(preset(updates=40), "runs/self")
 
 The outcome of an answer is the judge's P("Yes"). A matcher, which training never sees, finds out whether the answer is
 right, which is recorded as `correct`. The gap is mean P("Yes") minus the true accuracy: if training raises the outcome
@@ -28,6 +28,8 @@ from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.learner.state import adamw
 from flowgrpo.models.hf import Model, check_model
 from flowgrpo.recipes import registry, self_verify_tasks
+from flowgrpo.recipes.planner_reader import TEXT
+from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, Recipe
 from flowgrpo.recipes.registry import make_base_optimizer
 from flowgrpo.recipes.self_verify_tasks import Config
 from flowgrpo.recipes.self_verify_tasks import preset as preset
@@ -39,7 +41,7 @@ from flowgrpo.rewards.judge import PADDED_LENGTHS, ask_without_gold, make_next_l
 from flowgrpo.rollout.effects import no_effects
 from flowgrpo.rollout.records import RecordedTrajectory
 from flowgrpo.sandbox import Sandbox
-from flowgrpo.training.hosted_training import HostedTrainable, eval_key, train_hosted
+from flowgrpo.training.hosted_training import HostedTrainable, eval_key, hosted_trainable
 from flowgrpo.training.language_model import (
     Draw,
     HostedSetup,
@@ -54,7 +56,6 @@ from flowgrpo.training.language_model import (
 from flowgrpo.training.planner import check_planner, frozen_start, load_start, make_planner, template_of
 from flowgrpo.training.run_dir import START
 from flowgrpo.training.session import Session, TestReport, Validation, validation_of
-from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 from flowgrpo.training.warm_start import no_warm_start
 from flowgrpo.types import BadInput, Params
 
@@ -64,11 +65,14 @@ SHORT_PROMPT = 32  # tokens that hold a prompt of the small model's judge
 
 
 @contextmanager
-def build(config: Config, folder: Path, *, on_ready: Callable[[], object] | None = None) -> Iterator[HostedSetup]:
+def build(
+    config: Config, folder: Path, *, objects: Objects = NO_OBJECTS, on_ready: Callable[[], object] | None = None
+) -> Iterator[HostedSetup]:
     """The parts that these settings describe; engine and sandbox are closed with the block.
 
     `on_ready` is called when everything that the settings name was found, before anything is written.
     """
+    objects.check(NAME)
     check_planner(config)
     with ExitStack() as stack:
         if config.model is not None:
@@ -265,8 +269,6 @@ def draw_curves(folder: Path, *, title: str = "") -> Path:
 class SelfVerifyTrainable(HostedTrainable):
     """The stages of a run on a host environment, where evaluations compare judge and matcher."""
 
-    can_evaluate = False
-
     def validate(self, params: Params) -> Validation:
         """Evaluate answers to the validation questions; `report.health` warns if the gap has grown."""
         setup = self.setup
@@ -323,23 +325,12 @@ class SelfVerifyTrainable(HostedTrainable):
         ]
 
 
-def train(
-    config: Config,
-    folder: str | Path,
-    *,
-    every: int = 10,
-    resume: bool = True,
-    loggers: Sequence[str] = (),
-    budget: TimeBudget = UNLIMITED,
-) -> dict[str, Any]:
-    """Train in a folder, or resume the run there -> the result.
-
-    Args:
-        every: updates between validations and checkpoints.
-        resume: False deletes an earlier run in the folder.
-        loggers: names of loggers for metrics (tensorboard, wandb, trackio).
-        budget: time after which the run stops, saved.
-    """
-    return train_hosted(
-        build, SelfVerifyTrainable, NAME, config, folder, every=every, resume=resume, loggers=loggers, budget=budget
-    )
+RECIPE = Recipe(
+    name=NAME,
+    command="self_verify",
+    Config=Config,
+    preset=preset,
+    build=build,
+    make_trainable=hosted_trainable(NAME, SelfVerifyTrainable),
+    planner=TEXT,
+)

@@ -1,4 +1,4 @@
-"""Training on a host environment: `train_hosted`, and `HostedTrainable`, the stages of such a run for a `Session`.
+"""Training on a host environment: `HostedTrainable`, the stages of such a run for a `Session`.
 
 The rollout of an `Iteration` is hosted: the engine gets the new weights, the trajectories of all groups run at once,
 and the reference scores while the last of them are judged. The setting `offload` says where a stage keeps
@@ -9,8 +9,6 @@ update follow from its number, and keys from `fold_in(seed, update)`, so a resum
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,58 +40,33 @@ from flowgrpo.training.language_model import (
     write_advantages,
     write_trajectories,
 )
-from flowgrpo.training.run_dir import check_same_run, delete_run
 from flowgrpo.training.session import (
     EvaluatedTrainable,
     Step,
     TestReport,
     Trainable,
     Validation,
-    run_session,
     train_line,
     validation_of,
 )
 from flowgrpo.training.stages import Advantages, TrainState, make_update_stages
-from flowgrpo.training.time_budget import TimeBudget
 from flowgrpo.training.warm_start import WarmStart
 from flowgrpo.types import BadInput, Metrics, Params, PyTree, Status, Task
 
 
-def check_run_folder(recipe: str, config: HostedConfig, folder: str | Path, *, resume: bool) -> Path:
-    """The folder of a run; raises `BadInput` before anything is written if it belongs to another run."""
-    path = Path(folder)
-    if resume:
-        check_same_run(path, recipe, config.to_json(), may_change=config.may_change())
-    return path
+def hosted_trainable(
+    recipe: str, make: Callable[[HostedSetup, str], Trainable] | None = None
+) -> Callable[[HostedSetup, Path | None], Trainable]:
+    """`make_trainable(setup, folder)` of a recipe; engines are compiled first, unless the run is only read.
 
-
-def train_hosted(
-    build: Callable[..., AbstractContextManager[HostedSetup]],
-    make_trainable: Callable[[HostedSetup, str], Trainable],
-    recipe: str,
-    config: HostedConfig,
-    folder: str | Path,
-    *,
-    every: int,
-    resume: bool,
-    loggers: Sequence[str],
-    budget: TimeBudget,
-) -> dict[str, Any]:
-    """Train in a folder, or resume the run there -> the result.
-
-    Args:
-        build: `build(config, folder, on_ready=...)`, a context manager of the parts.
-        make_trainable: from the parts and the recipe's name.
-        every: updates between validations and checkpoints.
-        resume: False deletes an earlier run, as soon as everything that the new one needs was found.
-        loggers: names of loggers for metrics.
-        budget: time after which the run stops, saved.
+    `make` makes the stages from the parts and the recipe's name; None: a `HostedTrainable`.
     """
-    path = check_run_folder(recipe, config, folder, resume=resume)
-    on_ready = None if resume else partial(delete_run, path)
-    with build(config, path, on_ready=on_ready) as setup:
-        trainable = make_trainable(compile_engines(setup), recipe)
-        return run_session(trainable, path, every=every, loggers=loggers, budget=budget)
+
+    def make_trainable(setup: HostedSetup, folder: Path | None) -> Trainable:
+        setup = setup if folder is None else compile_engines(setup)
+        return (make or HostedTrainable)(setup, recipe)
+
+    return make_trainable
 
 
 class HostedTrainable(EvaluatedTrainable):

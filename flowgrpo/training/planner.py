@@ -21,6 +21,7 @@ from flowgrpo.models.attention_kernels import get_kernel
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, load_model
 from flowgrpo.models.lora import LoraConfig, LoraParams, adapter_axes, init_adapter, lora_policy
+from flowgrpo.models.quantised import Quantised
 from flowgrpo.models.trainable import ADAPTER, ALL_PARAMS, TrainableSubset, cast
 from flowgrpo.parallel.offload import DEVICE, DISK, HOST
 from flowgrpo.parallel.sharding import decoder_axes, place_state, resolve_mesh, shard_policy
@@ -67,9 +68,17 @@ def template_of(config: PlannerConfig) -> str | None:
     return None if config.chat_template is None else read_template(config.chat_template)
 
 
-def load_start(path: str | Path, config: PlannerConfig) -> Model:
-    """The planner's start, in the type in which its parameters are trained."""
+def load_start(path: str | Path, config: PlannerConfig, model: Model | None = None) -> Model:
+    """The planner's start, in the type in which its parameters are trained; `model` is one that has been loaded."""
     dtype = "float32" if has_master_weights(config) else config.dtype
+    if model is not None:
+        if frozen_base_dtype(config) is not None:
+            raise BadInput(
+                f"--base_dtype={config.base_dtype} quantises weights as they are read, and the model has been: load it "
+                "with quantised=, or give its folder"
+            )
+        is_quantised = any(isinstance(x, Quantised) for x in model.params.values())
+        return model if is_quantised else model._replace(params=cast(model.params, dtype))
     return load_model(path, dtype=dtype, quantised=frozen_base_dtype(config), template=template_of(config))
 
 

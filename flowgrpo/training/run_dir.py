@@ -48,6 +48,7 @@ def run_folder(
     recipe: str,
     settings: Mapping[str, JSON],
     *,
+    objects: Mapping[str, str] = {},
     may_change: Sequence[str] = (),
     extra_files: Sequence[str] = (),
     lock_timeout: float = 0.0,
@@ -57,6 +58,7 @@ def run_folder(
     The folder may hold other files, but none that the run would overwrite.
 
     Args:
+        objects: names of objects that replace what settings name, by what they replace.
         may_change: settings that may change when a run resumes, such as its number of updates.
         extra_files: names of files that the run writes, besides those of `run_files`.
         lock_timeout: seconds to wait for another process that may be ending.
@@ -64,7 +66,7 @@ def run_folder(
     path = make_folder(folder)
     check_free(path, extra_files)
     with _locked(path, lock_timeout):
-        check_run(path, recipe, settings, may_change=may_change)
+        check_run(path, recipe, settings, objects=objects, may_change=may_change)
         yield path
 
 
@@ -119,16 +121,30 @@ def check_free(folder: Path, extra_files: Sequence[str] = ()) -> None:
         )
 
 
-def check_same_run(folder: Path, recipe: str, settings: Mapping[str, JSON], *, may_change: Sequence[str] = ()) -> None:
+def check_same_run(
+    folder: Path,
+    recipe: str,
+    settings: Mapping[str, JSON],
+    *,
+    objects: Mapping[str, str] = {},
+    may_change: Sequence[str] = (),
+) -> None:
     """Raise `BadInput` if the folder holds another run, or files in the way; nothing is written."""
     check_free(folder)
     if (folder / RUN).exists():
-        check_same(folder, read_run(folder), identity(recipe, settings), may_change=may_change)
+        check_same(folder, read_run(folder), identity(recipe, settings, objects), may_change=may_change)
 
 
-def check_run(folder: Path, recipe: str, settings: Mapping[str, JSON], *, may_change: Sequence[str] = ()) -> None:
+def check_run(
+    folder: Path,
+    recipe: str,
+    settings: Mapping[str, JSON],
+    *,
+    objects: Mapping[str, str] = {},
+    may_change: Sequence[str] = (),
+) -> None:
     """Write `run.json`; raise `BadInput` if there is one of another run."""
-    path, current = folder / RUN, identity(recipe, settings)
+    path, current = folder / RUN, identity(recipe, settings, objects)
     if path.exists():
         saved = read_run(folder)
         check_same(folder, saved, current, may_change=may_change)
@@ -137,12 +153,14 @@ def check_run(folder: Path, recipe: str, settings: Mapping[str, JSON], *, may_ch
     write_atomic(path, json.dumps(current, indent=1) + "\n")
 
 
-def identity(recipe: str, settings: Mapping[str, JSON]) -> dict[str, JSON]:
-    """What the bits of a run depend on: recipe, settings, machine; every number must be finite."""
+def identity(recipe: str, settings: Mapping[str, JSON], objects: Mapping[str, str] = {}) -> dict[str, JSON]:
+    """What the bits of a run depend on: recipe, settings, names of objects, machine; every number must be finite."""
     for name, value in settings.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise BadInput(f"{name} is {value}: give a finite number")
-    return json.loads(json.dumps({"recipe": recipe, "settings": dict(settings), "machine": machine()}, default=str))
+    named = {"objects": dict(objects)} if objects else {}
+    parts = {"recipe": recipe, "settings": dict(settings), **named, "machine": machine()}
+    return json.loads(json.dumps(parts, default=str))
 
 
 def check_same(
@@ -153,7 +171,10 @@ def check_same(
         raise BadInput(
             f"{path} holds a run of {saved.get('recipe')}, not of {current['recipe']}: choose another folder"
         )
-    by_part = (list_differences(saved.get(part, {}), current[part], may_change) for part in ("settings", "machine"))
+    by_part = (
+        list_differences(saved.get(part, {}), current.get(part, {}), may_change)
+        for part in ("objects", "settings", "machine")
+    )
     differences = list(dict.fromkeys(words for part in by_part for words in part))  # both may name the devices
     if differences:
         more = f"; and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
@@ -219,8 +240,10 @@ def check_identity(identity: JSON, path: Path) -> dict[str, JSON]:
             )
     if not isinstance(record.get("recipe"), str):
         raise BadInput(f"{path} names no recipe, so it was written by an earlier version: choose another folder")
+    objects = record.get("objects")
     return {
         "recipe": record["recipe"],
         "settings": current_names(record["settings"], SETTINGS),
+        **({"objects": objects} if isinstance(objects, dict) else {}),
         "machine": record["machine"],
     }

@@ -99,6 +99,7 @@ class Trainable(ABC):
     keeps_start_params = True  # whether the parameters after the warm start are kept, for the test and as reference
     teacher_params: Params = None  # the reference, if it isn't the start
     offloads_models = False  # whether models are moved off the device, so that none may share another's arrays
+    objects: Mapping[str, str] = {}  # names of objects that replace what settings name, for `run.json`
     has_extra_state = False  # whether checkpoints store extra state that is passed to `Session.save`
     extra_state: ExtraState | None = None  # or that the trainable itself has
     # Compiles the programs after the warm start for a state like this one, in a thread beside it.
@@ -192,7 +193,7 @@ class Session:
         self.trainable, self.folder = trainable, folder
         self.checkpoints = Checkpoints(folder, keep=2, best="validation", background=True)
         self.progress = trainable.progress
-        self.identity = identity(trainable.recipe, trainable.config.to_json())
+        self.identity = identity(trainable.recipe, trainable.config.to_json(), trainable.objects)
         self.snapshot: Snapshot | None = None
         self.resumed_at: list[int] = []
         self.extra_state: PyTree = None  # of the checkpoint that the run resumed from
@@ -213,7 +214,14 @@ class Session:
 
     # The loop -----------------------------------------------------------------------------------------
 
-    def train(self, metrics: MetricsWriter, *, every: int, budget: TimeBudget = UNLIMITED) -> None:
+    def train(
+        self,
+        metrics: MetricsWriter,
+        *,
+        every: int,
+        budget: TimeBudget = UNLIMITED,
+        on_update: Callable[[dict[str, Any]], object] | None = None,
+    ) -> None:
         """Train to the last update, with a validation and a checkpoint every `every` updates.
 
         A signal waits until the step has ended, if the step has donated the state: only then is there one to save.
@@ -225,7 +233,9 @@ class Session:
         for _ in range(int(self.state.update), self.trainable.updates):
             budget.check()
             with defer_signals(unless=self._is_intact):
-                self.run_update(step, metrics)
+                numbers = self.run_update(step, metrics)
+            if on_update is not None:
+                on_update(numbers)
             budget.check()
             if self.is_validation_due(every):
                 self.record_validation(self.trainable.validate(self.state.learner.params), metrics)
@@ -483,10 +493,13 @@ def _share_arrays(tree: PyTree, other: PyTree) -> PyTree:
 
 
 def trainable_folder(
-    recipe: str, config: RunConfig, folder: Path, *, lock_timeout: float = 0.0
+    recipe: str, config: RunConfig, folder: Path, *, objects: Mapping[str, str] = {}, lock_timeout: float = 0.0
 ) -> AbstractContextManager[Path]:
-    """The folder of a run with this Config, as `run_folder` opens it."""
-    return run_folder(folder, recipe, config.to_json(), may_change=config.may_change(), lock_timeout=lock_timeout)
+    """The folder of a run with this Config and these names of objects, as `run_folder` opens it."""
+    may_change = config.may_change()
+    return run_folder(
+        folder, recipe, config.to_json(), objects=objects, may_change=may_change, lock_timeout=lock_timeout
+    )
 
 
 def run_session(
@@ -497,6 +510,7 @@ def run_session(
     resume: bool = True,
     loggers: Sequence[str] = (),
     budget: TimeBudget = UNLIMITED,
+    on_update: Callable[[dict[str, Any]], object] | None = None,
 ) -> dict[str, Any]:
     """Train in a folder to the end, and test -> the result. Ctrl-C, SIGTERM or the end of the budget save it first.
 
@@ -505,11 +519,13 @@ def run_session(
         resume: continue from the newest checkpoint; False deletes an earlier run.
         loggers: where to send metrics too: "tensorboard", "wandb", "trackio".
         budget: the time that the run may take now.
+        on_update: called after each update with its metrics and timings.
     """
     started = time.monotonic()
     if not resume:
         delete_run(folder)
-    with stop_on_signals(*STOPPING), trainable_folder(trainable.recipe, trainable.config, folder):
+    run = trainable_folder(trainable.recipe, trainable.config, folder, objects=trainable.objects)
+    with stop_on_signals(*STOPPING), run:
         session = Session(trainable, folder)
         try:
             if session.restore():
@@ -520,7 +536,7 @@ def run_session(
                     action = "resuming the warm start of" if has_saved_steps else "a new run in"
                     session.progress.log(f"{action} {folder}; programs are compiled as they come up")
                     session.warm_start(metrics, budget)
-                session.train(metrics, every=every, budget=budget)
+                session.train(metrics, every=every, budget=budget, on_update=on_update)
             return trainable.finish(session, (time.monotonic() - started) / 60)
         except KeyboardInterrupt as stop:
             session.stop(str(stop))

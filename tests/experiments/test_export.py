@@ -20,13 +20,12 @@ from flowgrpo.publish.export import (
     export_adapter,
     export_gguf,
     has_chat_template,
-    llama_config,
-    load_start_model,
 )
 from flowgrpo.recipes import agent_config, pure, pure_config
 from flowgrpo.recipes.agent import START
 from flowgrpo.recipes.offline_start import write_model
 from flowgrpo.recipes.registry import make_env
+from flowgrpo.recipes.word_planner import llama_config, word_model
 from flowgrpo.training.checkpoints import Checkpoints, params_sha256
 from flowgrpo.training.config import RunConfig
 from flowgrpo.training.names import BASE_DTYPES
@@ -271,7 +270,7 @@ def test_the_shape_of_every_preset_is_that_of_a_llama(env):
     config = pure.preset(env)
     decoder = pure.small_decoder_config(make_env(env), config)
     assert decoder_config(llama_config(decoder)) == decoder
-    assert load_start_model(config, Path()).config == decoder
+    assert word_model(config).config == decoder
 
 
 def test_what_can_not_be_exported_is_one_sentence(run, tmp_path):

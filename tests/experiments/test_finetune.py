@@ -13,7 +13,7 @@ import pytest
 import flowgrpo as fg
 from flowgrpo.learner.conversations import preference_rows
 from flowgrpo.recipes import finetune as module
-from flowgrpo.recipes.finetune import Config, batches, margins_of, split_examples, train
+from flowgrpo.recipes.finetune import RECIPE, Config, batches, margins_of, split_examples
 from flowgrpo.recipes.offline_start import write_model
 from flowgrpo.training.checkpoints import Checkpoints
 from tests.experiments.conftest import check_refused, last_line, metrics
@@ -107,7 +107,7 @@ def test_S1_a_resumed_run_equals_an_uninterrupted_one(begun, tmp_path, monkeypat
         learning_rate=0.003,
         max_tokens=48,
     )
-    whole = train(config, tmp_path / "whole", every=4)
+    whole = RECIPE.train(config, tmp_path / "whole", every=4)
 
     def interrupted(count, size, seed, first, steps):
         if first == 6:
@@ -117,7 +117,7 @@ def test_S1_a_resumed_run_equals_an_uninterrupted_one(begun, tmp_path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(module, "batches", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train(config, tmp_path / "parts", every=4)
+            RECIPE.train(config, tmp_path / "parts", every=4)
     validate = module.FinetuneTrainable.validate
 
     def at_the_end(trainable, params):
@@ -128,14 +128,14 @@ def test_S1_a_resumed_run_equals_an_uninterrupted_one(begun, tmp_path, monkeypat
     with monkeypatch.context() as patch:  # and once more, in the last validation
         patch.setattr(module.FinetuneTrainable, "validate", at_the_end)
         with pytest.raises(KeyboardInterrupt):
-            train(config, tmp_path / "parts", every=4)
-    again = train(config, tmp_path / "parts", every=4)
+            RECIPE.train(config, tmp_path / "parts", every=4)
+    again = RECIPE.train(config, tmp_path / "parts", every=4)
     assert again["resumed_at"][0] == 6
     assert again["params_sha256"] == whole["params_sha256"]
     for name in ("metrics.jsonl", "model/model.safetensors"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     with pytest.raises(fg.BadInput, match=r"holds another run: learning_rate: there 0.003, here 0.1"):
-        train(replace(config, learning_rate=0.1), tmp_path / "parts")
+        RECIPE.train(replace(config, learning_rate=0.1), tmp_path / "parts")
 
 
 @pytest.mark.slow

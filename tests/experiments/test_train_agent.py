@@ -126,7 +126,7 @@ def test_a_program_is_trained_by_a_command_which_others_open(command, tmp_path, 
 def test_bad_settings_get_one_sentence_and_write_nothing(tmp_path, tasks, settings, why):
     folder, chosen = tmp_path / "run", {**SMALL, "tasks": str(tasks), "agent": "true", **settings}
     with pytest.raises(fg.BadInput, match=why) as raised:
-        own_agent.train(preset(str(tiny_folder()), **chosen), folder)
+        own_agent.RECIPE.train(preset(str(tiny_folder()), **chosen), folder)
     assert "\n" not in str(raised.value)
     assert not (folder / "run.json").exists()
 
@@ -163,6 +163,6 @@ def test_an_agent_without_any_outcome_is_refused_with_the_reason(tmp_path, tasks
 def test_an_environment_of_ones_own_is_trained_in(tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parent.parent)
     config = own_env.preset(str(tiny_folder()), env="trl:external_env_cases:Counter", **{**SMALL, "updates": 1})
-    assert own_env.train(config, tmp_path / "run")["updates"] == 1
+    assert own_env.RECIPE.train(config, tmp_path / "run")["updates"] == 1
     with pytest.raises(fg.BadInput, match="must be KIND:SPEC"):
         own_env.preset(str(tiny_folder()), env="chess")

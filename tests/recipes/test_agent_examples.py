@@ -74,7 +74,7 @@ def test_a_cluster_removes_no_earlier_run_either(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / RUN).write_text("{}")
     with pytest.raises(BadInput, match=r"none\.jsonl is no file"):
-        cluster.train(config, tmp_path / "run", resume=False)
+        cluster.RECIPE.train(config, tmp_path / "run", resume=False)
     assert (tmp_path / "run" / RUN).read_text() == "{}"
 
 

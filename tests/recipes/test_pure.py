@@ -11,6 +11,7 @@ from compilations import counted_compilations
 import flowgrpo as fg
 from flowgrpo.models.trainable import actor_params
 from flowgrpo.recipes import pure
+from flowgrpo.recipes.recipe import Objects
 from flowgrpo.report.metrics import read_metrics
 from flowgrpo.rollout.exams import make_evaluation_rollout
 from flowgrpo.training.iteration import train_loop
@@ -45,7 +46,9 @@ def test_a_disagreeing_sampler_is_reported_by_runs_and_loops(tmp_path, temperatu
     """Once, in the first update: in `warnings.jsonl` of a run, by a warning of Python's in a loop."""
     sizes: dict[str, Any] = {"queries": 8, "samples": 4, "test_tasks": 40, "model_dim": 16, "layers": 1, "head_dim": 8}
     config = pure.preset("lookup", updates=2, warm_steps=1, **sizes)
-    setup = pure.build(config, algorithm=fg.flow_grpo(beta=0.05))  # KL, so that groups without a signal count, too
+    setup = pure.build(
+        config, objects=Objects(algorithm=fg.flow_grpo(beta=0.05))
+    )  # KL, so that groups without a signal count, too
     rollout = fg.make_rollout(setup.env, setup.policy, temperature=temperature)
 
     def play(params, drawn):
