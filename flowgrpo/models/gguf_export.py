@@ -56,6 +56,7 @@ def save_gguf(path: str | Path, model: Model, *, tensor_type: str = "f16", name:
     file = Path(path)
     if file.exists() and not (file.is_file() and _starts_as_gguf(file)):
         raise BadInput(f"{path} is there and is no GGUF file: name a new file, such as {file.with_suffix('')}-new.gguf")
+    model = model.merged()
     metadata, tensors = _plan_file(model, tensor_type, name or file.stem)
     make_folder(file.parent)
     write_atomic(file, lambda temporary: _write_file(temporary, model, metadata, tensors))
@@ -74,7 +75,7 @@ def save_gguf_folder(
     The folder appears only once it is complete. An existing GGUF model is replaced; a folder with anything else is
     refused. `temperature` is the one that the model was trained at, and that Ollama samples at.
     """
-    name = Path(path).resolve().name
+    name, model = Path(path).resolve().name, model.merged()
     metadata, tensors = _plan_file(model, tensor_type, name)
 
     def fill(stage: Path) -> None:

@@ -1,7 +1,7 @@
 """Read and write checkpoints in the Hugging Face format.
 
     folder, GGUF file or hub id -> load_model -> Model(policy, params, tokenizer, config, hf_config)
-    model -> save_model -> folder
+    model -> model.save -> folder, GGUF file, or adapter
 
 A folder holds config.json, safetensors and a tokenizer. Parameters are read one by one, each by layers or by blocks of
 rows (`read_array`): apart from parameters already on a device, the host holds at most the largest shard and one layer,
@@ -32,6 +32,7 @@ from flowgrpo.models import families, gguf
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.decoder import make_policy, matrices, parameters, shape_of
 from flowgrpo.models.free_memory import check_room
+from flowgrpo.models.lora import LoraConfig, LoraParams, adapter_axes, init_adapter, lora_policy, merge_adapter
 from flowgrpo.models.quantised import Quantised, check_kind, quantise_matrix
 from flowgrpo.types import JSON, BadInput, Params, first_line
 
@@ -237,6 +238,8 @@ class Model(NamedTuple):
     tokenizer: Any  # a ChatTokenizer; None if it was loaded without
     config: DecoderConfig
     hf_config: families.ConfigJSON  # config.json of the Hugging Face folder
+    lora: LoraConfig | None = None  # of its adapter: `policy` is then a `lora_policy`, and `params` are `LoraParams`
+    source: str | None = None  # path or hub id that it was read from
 
     @property
     def banned(self) -> tuple[int, ...]:
@@ -244,6 +247,37 @@ class Model(NamedTuple):
         tokenizer = self.tokenizer
         padding = () if tokenizer.pad_id in tokenizer.stop_ids else (tokenizer.pad_id,)
         return (*padding, *range(tokenizer.vocab_size, self.config.v))
+
+    def merged(self) -> "Model":
+        """The plain model that computes the same, with its adapter merged into the weights; itself if it has none."""
+        if self.lora is None:
+            return self
+        params = merge_adapter(self.params, self.config, self.lora)
+        policy = make_policy(self.config, dtype=params["embed"].dtype, unstack_on_cpu=True)
+        return self._replace(policy=policy, params=params, lora=None)
+
+    def save(self, path: str | Path, *, adapter_only: bool = False, card: str | None = None) -> None:
+        """Write the model, with its adapter merged: a Hugging Face folder, or a GGUF file if the path ends in .gguf.
+
+        Args:
+            path: Folder, or file NAME.gguf; what is there is replaced if it is such a model, and refused otherwise.
+            adapter_only: Write the adapter alone, as a folder in PEFT's format.
+            card: Text of the folder's README.md.
+        """
+        from flowgrpo.models import gguf_export, peft  # which need this module
+
+        is_file = Path(path).suffix == ".gguf"
+        if adapter_only and self.lora is None:
+            raise BadInput("the model has no adapter: leave out adapter_only, or load it with lora=16")
+        if is_file and (adapter_only or card is not None):
+            raise BadInput(f"{path} is one file, for a whole model: name a folder for an adapter or a card")
+        if is_file:
+            gguf_export.save_gguf(path, self)
+        elif adapter_only:
+            assert self.lora is not None
+            peft.save_adapter(path, self.params.adapter, self.config, self.lora, base_model=self.source, card=card)
+        else:
+            save_model(path, self, card=card)
 
 
 def load_model(
@@ -254,6 +288,8 @@ def load_model(
     tokenizer: bool = True,
     quantised: str | None = None,
     template: str | None = None,
+    lora: int | LoraConfig | None = None,
+    seed: int = 0,
 ) -> Model:
     """Read a model from a folder, a GGUF file, an installed package ("smollm2", "gemma3"), or a hub id.
 
@@ -265,7 +301,11 @@ def load_model(
         quantised: "int8" or "nf4" quantises the matrices of the layers, on the host and a layer at a time, so that no
             device ever holds the whole model in `dtype`.
         template: A Jinja chat template, in place of the model's own.
+        lora: Rank, or settings, of a new adapter to train over the frozen weights; None: none.
+        seed: Of the adapter's initial values.
     """
+    if lora is not None and not isinstance(lora, LoraConfig):
+        lora = LoraConfig(rank=lora)
     kind = None if quantised is None else check_kind(quantised)
     folder, hf_config, config = read_config(path)
     dtype = to_dtype(dtype)
@@ -278,7 +318,14 @@ def load_model(
     params = {
         name: read_parameter(name, tensors, config, dtype, sharding, kinds.get(name)) for name in parameters(config)
     }
-    return Model(make_policy(config, dtype=dtype, unstack_on_cpu=True), params, chat_tokenizer, config, hf_config)
+    if lora is None:
+        policy = make_policy(config, dtype=dtype, unstack_on_cpu=True)
+        return Model(policy, params, chat_tokenizer, config, hf_config, source=str(path))
+    adapter = init_adapter(jax.random.key(seed), config, lora)
+    for name, axes in adapter_axes(lora).items():
+        adapter[name] = jax.device_put(adapter[name], sharding_of(sharding, name, axes))
+    policy = lora_policy(config, lora, dtype=dtype, unstack_on_cpu=True)
+    return Model(policy, LoraParams(params, adapter), chat_tokenizer, config, hf_config, lora, str(path))
 
 
 def check_model(path: str | Path, template: str | None = None) -> None:
@@ -302,8 +349,10 @@ def save_model(path: str | Path, model: Model, *, max_shard_bytes: float = 5e9, 
     """Write a folder that transformers and inference servers open; it appears only once it is complete.
 
     Parameters of more than `max_shard_bytes` are written as several files with an index. `card` is the text of a
-    README.md. An existing model is replaced with all its files; a folder that holds anything else is refused.
+    README.md. An existing model is replaced with all its files; a folder that holds anything else is refused. An
+    adapter is merged into the weights.
     """
+    model = model.merged()
     quantised = [name for name, x in model.params.items() if isinstance(x, Quantised)]
     if quantised:
         raise BadInput(
