@@ -230,7 +230,7 @@ def check_text_env(env: Any) -> None:
     if not isinstance(env.instructions, str):
         raise BadInput(f"{name}.instructions is {env.instructions!r:.80}, but must be a string")
     if isinstance(env.tools, str | Mapping) or not isinstance(env.tools, Sequence):
-        raise BadInput(f"{name}.tools is {env.tools!r:.80}, but must be a list of functions or fg.Tool")
+        raise BadInput(f"{name}.tools is {env.tools!r:.80}, but must be a list of functions or fg.contracts.Tool")
 
 
 def takes_self(item: Any) -> bool:
@@ -243,5 +243,7 @@ def to_tool(item: Any, owner: str, instance: TextEnv | None = None) -> Tool:
     if isinstance(item, Tool):
         return item
     if isinstance(item, type) or not callable(item):
-        raise BadInput(f"{owner}.tools has {item!r:.80}: give functions with types and a docstring, or fg.Tool")
+        raise BadInput(
+            f"{owner}.tools has {item!r:.80}: give functions with types and a docstring, or fg.contracts.Tool"
+        )
     return tool(partial(item, self=instance) if takes_self(item) else item)

@@ -67,6 +67,8 @@ def test_batches_follow_the_order_without_end_or_for_some_epochs():
     two = list(batches(tasks, 4, seed=3, epochs=2))
     assert [len(batch) for batch in two] == [4, 4, 2]
     assert set(Counter(task.id for batch in two for task in batch).values()) == {2}
+    rows = [{"city": "Oslo"}, {"city": "Rome"}]
+    assert {task.metadata["city"] for task in next(batches(rows, 2, any_fields=True))} == {"Oslo", "Rome"}
     for wrong, words in (([], "holds no task"), ("gone.jsonl", "is no file")):
         with pytest.raises(BadInput, match=words):
             batches(wrong, 4)

@@ -60,7 +60,9 @@ class Scripted:
         number = sum(chosen[i] and not chosen[i - 1] for i in range(1, len(chosen)))
         ids = [*self.text.encode(self.words[number % len(self.words)]), *[stop] * (not self.cut)]
         future = Future()
-        future.set_result(fg.Completion(ids, [-1.0] * len(ids), [0] * len(ids), "length" if self.cut else "stop"))
+        future.set_result(
+            fg.contracts.Completion(ids, [-1.0] * len(ids), [0] * len(ids), "length" if self.cut else "stop")
+        )
         return future
 
 
