@@ -1,4 +1,4 @@
-"""Progress of a run in one line: rewritten in a terminal, printed line by line elsewhere.
+"""Progress of a run in one line: rewritten in a terminal, a bar in a notebook, printed line by line elsewhere.
 
 train   12/150  1:23 left  success 0.54  turns 3.2  tool errors 0.08  KL 0.0123  entropy 1.31  3,380 tok/s
 
@@ -12,6 +12,8 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TextIO, TypeVar
+
+from flowgrpo.report.notebook import LiveBar, kernel_display
 
 T = TypeVar("T")
 QUIET = 30.0  # seconds between two lines of a stage without a terminal
@@ -34,20 +36,27 @@ COMPUTED = "computed {:,.0f} of {:,.0f} context tokens"  # of an update whose co
 
 
 class Progress:
-    """The progress line of a run of `total` updates; on stderr by default, so that stdout has the results alone."""
+    """The progress line of a run of `total` updates; on stderr by default, so that stdout has the results alone.
+
+    In a Jupyter kernel it is one bar, and lines that stay are printed below it.
+    """
 
     def __init__(self, total: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
-        self._total, self._stream, self._clock = total, stream or sys.stderr, clock
+        display = kernel_display() if stream is None else None
+        self._bar = None if display is None else LiveBar(display, clock=clock)
+        by_default = sys.stderr if self._bar is None else sys.stdout  # a notebook shows stderr as an error
+        self._total, self._stream, self._clock = total, stream or by_default, clock
         self._phase, self._starts = "", {}  # (time, update) of the first line of each phase
         self._printed_at = -math.inf
         self._parts: list[str] = []  # of the last line of `show`, the most important first
-        self._live = self._stream.isatty()
+        self._live = self._bar is not None or self._stream.isatty()
+        self._done = (0, total)  # of the phase, for the bar
         self._can_rewrite = False  # the line on the terminal
 
     def show(self, phase: str, update: int, metrics: Mapping[str, Any], *, total: int | None = None) -> None:
         """Show that this update of a phase is done, with those of the metrics that are in `FORMATS`."""
         total = self._total if total is None else total
-        self._parts = [*self._count(phase, update, total), *format_metrics(metrics)]
+        self._parts, self._done = [*self._count(phase, update, total), *format_metrics(metrics)], (update, total)
         self._print(self._parts, new=phase != self._phase)
         self._phase = phase
 
@@ -79,6 +88,8 @@ class Progress:
 
     def end(self) -> None:
         """End the current line."""
+        if self._bar is not None:
+            self._bar.flush()
         if self._can_rewrite:
             print(file=self._stream, flush=True)
         self._can_rewrite = False
@@ -90,6 +101,9 @@ class Progress:
 
     def _print(self, parts: Sequence[str], new: bool) -> None:
         self._printed_at = self._clock()
+        if self._bar is not None:
+            self._bar.draw(*self._done, GAP.join(parts))
+            return
         if not self._live:
             print(GAP.join(parts), file=self._stream, flush=True)
             return

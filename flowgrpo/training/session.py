@@ -34,6 +34,7 @@ from flowgrpo.report.metrics import (
     read_metrics,
     without_empty_means,
 )
+from flowgrpo.report.notebook import show_picture
 from flowgrpo.report.plots import draw_curves
 from flowgrpo.report.progress import Progress
 from flowgrpo.report.sinks import open_sinks
@@ -469,8 +470,9 @@ class Session:
         }
         self.write_result(result)
         with defer_signals():  # an interruption in matplotlib's compiled parts would come out as another error
-            draw_curves(self.folder, title=f"{self.trainable.name}, {self.trainable.algorithm}")
+            curves = draw_curves(self.folder, title=f"{self.trainable.name}, {self.trainable.algorithm}")
         self.progress.end()
+        show_picture(curves)
         print(report.summary)
         warnings = health_summary(list(read_metrics(self.folder / WARNINGS)))
         if warnings is not None:
