@@ -14,7 +14,7 @@ from pathlib import Path
 from .cli.listing import run_or_list
 
 GROUPS = {
-    "Train": ("quickstart", "agentflow", "train_agent", "train_env", "self_verify", "cluster", "finetune"),
+    "Train": ("train", "quickstart", "agentflow", "train_agent", "train_env", "self_verify", "cluster", "finetune"),
     "Look": ("view", "plots", "family", "environments"),
     "Compare": ("compare", "evaluate", "replay", "soak"),
     "Serve": ("gateway", "export", "chat", "score"),

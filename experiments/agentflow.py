@@ -30,7 +30,7 @@ from flowgrpo.recipes.agent_config import Config
 
 from .cli import app
 from .cli.help import flag_heading
-from .cli.recipes import define_recipe, run_of_flags, train_by_recipe
+from .cli.recipes import define_recipe, run_command, run_of_flags, train_by_recipe
 
 define_recipe("agent", Config, "runs/agentflow-SEED")
 flag_heading("Run")
@@ -87,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, exact=True)
+    run_command(main)

@@ -32,7 +32,7 @@ from flowgrpo.recipes.cluster_config import Config
 
 from .cli import app
 from .cli.help import flag_heading
-from .cli.recipes import define_recipe, run_of_flags
+from .cli.recipes import define_recipe, run_command, run_of_flags
 
 define_recipe("cluster", Config, "runs/cluster-SEED")
 flag_heading("Cluster")
@@ -73,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, exact=True)
+    run_command(main)

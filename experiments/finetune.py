@@ -23,7 +23,7 @@ from absl import flags
 from flowgrpo.recipes.finetune_config import Config
 
 from .cli import app
-from .cli.recipes import define_recipe, train_by_recipe
+from .cli.recipes import define_recipe, run_command
 
 define_recipe("finetune", Config, "runs/METHOD-SEED", every=50, unit="steps")
 flags.mark_flags_as_required(["method", "data", "model"])
@@ -31,4 +31,4 @@ flags.mark_flags_as_required(["method", "data", "model"])
 app.read_flags(__name__)
 
 if __name__ == "__main__":
-    app.run(train_by_recipe)
+    run_command()

@@ -21,12 +21,11 @@ from dataclasses import replace
 
 from absl import flags
 
-from flowgrpo import launch
 from flowgrpo.recipes.pure_config import Config
 
 from .cli import app
 from .cli.help import flag_heading
-from .cli.recipes import default_folder, define_recipe, run_of_flags
+from .cli.recipes import default_folder, define_recipe, run_command, run_of_flags
 
 FOLDER = "runs/quickstart-ENV-SEED"
 
@@ -54,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, cpu_devices=launch.num_cores())
+    run_command(main)

@@ -27,7 +27,7 @@ import json
 from flowgrpo.recipes.self_verify_config import Config
 
 from .cli import app
-from .cli.recipes import define_recipe, run_of_flags
+from .cli.recipes import define_recipe, run_command, run_of_flags
 
 define_recipe("self_verify", Config, "runs/self_verify-SEED")
 
@@ -45,4 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, exact=True)
+    run_command(main)

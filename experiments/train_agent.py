@@ -22,11 +22,11 @@ The work directory is that of every run (docs/checkpoints.md). The same command 
 from flowgrpo.recipes.own_agent_config import Config
 
 from .cli import app
-from .cli.recipes import define_recipe, train_by_recipe
+from .cli.recipes import define_recipe, run_command
 
 define_recipe("own_agent", Config, "runs/train_agent-SEED", dry_run=True)
 
 app.read_flags(__name__)
 
 if __name__ == "__main__":
-    app.run(train_by_recipe, exact=True)
+    run_command()

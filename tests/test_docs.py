@@ -13,8 +13,9 @@ from commands import imported_modules
 
 from experiments.cli import listing
 from experiments.studies.studies import STUDIES
+from flowgrpo.recipes.recipe import find_config, recipe_names
 from flowgrpo.recipes.registry import ALGORITHMS
-from flowgrpo.training.config import setting_infos
+from flowgrpo.training.config import RunConfig, setting_infos
 
 ROOT = Path(__file__).parent.parent
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
@@ -78,9 +79,14 @@ def flags_of(module: str) -> frozenset[str]:
                 if name.startswith("experiments.") and (ROOT / f"{name.replace('.', '/')}.py").exists():
                     found |= flags_of(name)
         if isinstance(node, ast.ImportFrom) and "Config" in [alias.name for alias in node.names]:
-            declared = setting_infos(import_module(node.module or "").Config)
-            found |= {name for name, one in declared.items() if one.heading is not None}
+            found |= flags_of_config(import_module(node.module or "").Config)
+    if module == "experiments.train":  # which has the flags of the recipe that it is given
+        found = found.union(*(flags_of_config(find_config(name)) for name in recipe_names()))
     return frozenset(found)
+
+
+def flags_of_config(config: type[RunConfig]) -> set[str]:
+    return {name for name, info in setting_infos(config).items() if info.heading is not None}
 
 
 def test_commands_name_modules_and_flags_that_exist():

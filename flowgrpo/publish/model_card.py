@@ -17,7 +17,6 @@ from flowgrpo import __version__
 from flowgrpo.files import read_json
 from flowgrpo.recipes.recipe import find_recipe
 from flowgrpo.training.config import RunConfig, make_config, setting_infos
-from flowgrpo.training.next_steps import command
 from flowgrpo.training.planner import PlannerConfig
 from flowgrpo.training.session import RESULT
 
@@ -82,7 +81,7 @@ def training_command(recipe: str, config: RunConfig) -> str:
     infos, values = setting_infos(type(config)), config.to_json()
     selecting = {name: values[name] for name in SELECT_PRESET if name in values}
     defaults = make_config(type(config), selecting).to_json()
-    words = [command(find_recipe(recipe).command)]
+    words = [find_recipe(recipe).command_line()]
     for name, value in values.items():
         selects_preset = name in SELECT_PRESET
         if infos[name].heading is None or value is None or (value == defaults[name] and not selects_preset):

@@ -276,4 +276,5 @@ RECIPE = Recipe(
     preset=Config,
     build=plain_build(build),
     make_trainable=lambda parts, _folder: FinetuneTrainable(parts),
+    exact=False,
 )

@@ -458,4 +458,6 @@ RECIPE = Recipe(
     make_trainable=PureTrainable,
     test=evaluate_params,
     planner=WORDS,
+    exact=False,
+    all_devices=True,
 )

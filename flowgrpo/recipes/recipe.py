@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from flowgrpo.errors import BadInput
 from flowgrpo.files import import_named
 from flowgrpo.training.config import RunConfig
+from flowgrpo.training.next_steps import command
 from flowgrpo.training.time_budget import UNLIMITED, TimeBudget
 
 if TYPE_CHECKING:  # these import JAX, which flags should not wait for
@@ -133,7 +134,7 @@ class Recipe(Generic[C, P]):
 
     Args:
         name: that of its module, by which `run.json` and `find_recipe` know it.
-        command: of `experiments`, which trains by this recipe.
+        command: of `experiments`, which trains by this recipe; `train` can by any, with --recipe.
         Config: class of its settings.
         preset: from keyword arguments, settings that fit each other.
         build: `build(config, folder, objects=..., on_ready=...)`, a context manager of the parts. It checks all that
@@ -143,10 +144,12 @@ class Recipe(Generic[C, P]):
             None: `evaluate` has nothing to test such a run on.
         planner: how the planner is read from the folder of a run; None: it can't be exported.
         rehearse: prints what a run begins with, from its parts; None: it has no dry run.
+        exact: whether commands compute exactly, as an engine needs (`launch.configure`).
+        all_devices: whether commands give it as many CPU devices as there are cores, instead of one.
     """
 
     name: str
-    command: str
+    command: str = "train"
     Config: type[C]
     preset: Callable[..., C]
     build: Callable[..., AbstractContextManager[P]]
@@ -154,6 +157,12 @@ class Recipe(Generic[C, P]):
     test: "Callable[..., TestReport] | None" = None
     planner: "PlannerReader | None" = None
     rehearse: Callable[[P], None] | None = None
+    exact: bool = True
+    all_devices: bool = False
+
+    def command_line(self) -> str:
+        """The command that trains by this recipe, to which settings are added as flags."""
+        return command(self.command, **({"recipe": self.name} if self.command == "train" else {}))
 
     def train(
         self,

@@ -21,6 +21,7 @@ ALGORITHMS = (  # of `flowgrpo.algorithms`
 HARD_VARIANTS = {"lookup_hard": "lookup", "arithmetic_hard": "arithmetic", "maze_hard": "maze"}
 ENVIRONMENTS = ("lookup", "arithmetic", "maze", *HARD_VARIANTS)  # of `recipes.registry`
 ENV_IMPORT = "MODULE:FUNCTION, which is called without arguments and returns an fg.Env"
+EXTERNAL_ENVIRONMENTS = ("trl", "gymnasium", "textarena", "openenv")  # of `external_envs.worker`
 OPTIMIZERS = ("adamw", "adamw8bit", "adafactor")  # of `recipes.registry`
 STUDIES = (  # of `recipes.studies`
     "credit",

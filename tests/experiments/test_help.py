@@ -115,7 +115,8 @@ def test_a_default_is_that_of_the_run_which_the_line_describes(own, command):
 def test_no_command_imports_jax_before_it_has_read_its_flags():
     program = "import sys\n"
     for path in sorted(EXPERIMENTS.rglob("*.py")):
-        if "    app.run(main" in path.read_text() and path.parent.name != "cli":
+        runs = "    app.run(main" in path.read_text() or "    run_command(" in path.read_text()
+        if runs and path.parent.name != "cli":
             body = ast.parse(path.read_text()).body
             first = next(i for i, node in enumerate(body) if ast.unparse(node) == "app.read_flags(__name__)")
             imports = [ast.unparse(node) for node in body[:first] if isinstance(node, ast.Import | ast.ImportFrom)]
