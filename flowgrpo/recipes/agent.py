@@ -31,7 +31,7 @@ from flowgrpo.agent.transcript import show_transcript
 from flowgrpo.algorithms.compose import newest_segment_only
 from flowgrpo.algorithms.options import Correction
 from flowgrpo.contracts import Algorithm, HostEnv, Reward, Tool, ToolRunner
-from flowgrpo.data.task_files import parse_fields, read_tasks
+from flowgrpo.data.task_files import parse_fields, read_tasks, to_tasks
 from flowgrpo.data.tasks import Tasks, split_tasks
 from flowgrpo.data.tokenizer import ChatTokenizer, Messages, start_conversation
 from flowgrpo.data.tool_calls import Schema, signature
@@ -87,7 +87,7 @@ from flowgrpo.training.planner import PlannerConfig, check_planner, frozen_start
 from flowgrpo.training.run_files import EXAMPLES, RUN, START
 from flowgrpo.training.session import TestReport
 from flowgrpo.training.warm_start import no_warm_start
-from flowgrpo.types import BadInput, Params, Task
+from flowgrpo.types import JSON, BadInput, Params, Task
 
 NAME = "agent"
 FRESH = 1 << 20  # first test task of `evaluate`, so that it shares none with the run's own table
@@ -107,11 +107,13 @@ def builtin_task_set(config: TaskConfig) -> TaskSet | None:
     return TASK_SETS.get(config.tasks or "")
 
 
-def task_source_of(config: TaskConfig, tasks: Tasks | Sequence[Task] | None = None) -> TaskSource:
+def task_source_of(
+    config: TaskConfig, tasks: Tasks | Sequence[Task | Mapping[str, JSON]] | None = None, *, any_fields: bool = False
+) -> TaskSource:
     """These tasks; or those of a built-in set, of a file, or of the offline world."""
     seed = config.seed
     if tasks is not None:
-        return _source_of(tasks if isinstance(tasks, Tasks) else Tasks(tuple(tasks)), seed)
+        return _source_of(to_tasks(tasks, domain=config.domain, any_fields=any_fields), seed)
     if (task_set := builtin_task_set(config)) is not None:
         return TaskSource(
             draw=partial(task_set.draw, seed),
@@ -128,7 +130,8 @@ def task_source_of(config: TaskConfig, tasks: Tasks | Sequence[Task] | None = No
             train=lambda: offline_tasks.make_tasks(seed, 0, POOL, "train", names),
             domains=names,
         )
-    return _source_of(read_tasks(config.tasks, fields=parse_fields(list(config.fields)), domain=config.domain), seed)
+    fields = parse_fields(list(config.fields))
+    return _source_of(to_tasks(config.tasks, fields=fields, domain=config.domain, any_fields=any_fields), seed)
 
 
 def _source_of(tasks: Tasks, seed: int) -> TaskSource:
@@ -151,12 +154,12 @@ SPOKEN_ROLES = {
 RULE_ROLES = {"executor": roles.rule_executor, "verifier": roles.rule_verifier, "generator": roles.rule_generator}
 
 
-def check_settings(config: TaskConfig, objects: Objects = NO_OBJECTS) -> TaskSource:
-    """Check algorithm, optimizer, model and tasks; raises `BadInput`, or returns the tasks."""
+def check_settings(config: TaskConfig, objects: Objects = NO_OBJECTS, *, any_fields: bool = False) -> TaskSource:
+    """Check algorithm, optimizer, model and tasks, which may have `any_fields`; raises `BadInput`, or returns them."""
     algorithm_of(config, objects.algorithm)
     optimizer_of(config, objects.optimizer)
     check_start(config, objects)
-    return task_source_of(config, objects.tasks)
+    return task_source_of(config, objects.tasks, any_fields=any_fields)
 
 
 def check_start(config: PlannerConfig, objects: Objects) -> None:

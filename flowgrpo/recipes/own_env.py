@@ -1,10 +1,11 @@
-"""The recipe of a run on an environment of your own: a TRL-style class, gymnasium, textarena, or an OpenEnv server.
+"""The recipe of a run on an environment of your own: a `TextEnv`, or one of another library.
 
     result = RECIPE.train(config, "runs/mine")     config: `preset("path/of/model", env="gymnasium:Taxi-v3")`
     with build(config, folder) as setup: ...       the parts; the process and the engine are closed with it
 
-The environment runs in a process of its own, perhaps with another Python (`flowgrpo.external_envs`), and returns its
-own rewards, unless --reward names one. A task is a seed; or a line of a file, whose fields are passed to `reset`.
+An environment of another library (a TRL-style class, gymnasium, textarena, an OpenEnv server) runs in a process of its
+own, perhaps with another Python (`flowgrpo.external_envs`), and returns its own rewards, unless --reward names one. A
+task is a seed; or a line of a file, whose fields are passed to `reset`. Lines for a `TextEnv` may have any fields.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,12 +14,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from sys import executable
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowgrpo.contracts import HostEnv, ToolRunner
 from flowgrpo.data.tokenizer import ChatTokenizer
+from flowgrpo.envs.text import TextEnv, to_reward
 from flowgrpo.external_envs.env import external_env
 from flowgrpo.external_envs.process import EnvProcess
+from flowgrpo.files import import_named
 from flowgrpo.recipes import agent
 from flowgrpo.recipes.agent import (
     POOL,
@@ -34,11 +37,13 @@ from flowgrpo.recipes.own_env_config import Config
 from flowgrpo.recipes.own_env_config import preset as preset
 from flowgrpo.recipes.planner_reader import TEXT
 from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, Recipe
+from flowgrpo.recipes.registry import check_reward
 from flowgrpo.rollout.effects import no_effects
+from flowgrpo.rollout.text_env import TextEnvRunner, check_text_env
 from flowgrpo.training import curriculum
 from flowgrpo.training.hosted_training import hosted_trainable, training_tasks
 from flowgrpo.training.language_model import HostedSetup, format_conversation
-from flowgrpo.training.names import SPLITS
+from flowgrpo.training.names import EXTERNAL_ENVIRONMENTS, SPLITS
 from flowgrpo.training.planner import check_planner
 from flowgrpo.types import BadInput, Task
 
@@ -76,32 +81,37 @@ def build(
     """
     objects.check(NAME, "env", "tasks", "model", "algorithm", "optimizer", "reward")
     check_planner(config)
-    if config.tasks is None and objects.tasks is None:
-        source = seed_tasks(config)
-        check_start(config, objects)
-        agent.algorithm_of(config, objects.algorithm)  # raises if it does not fit
-    else:
-        source = add_seeds(check_settings(config, objects))
     with ExitStack() as stack:
+        env = open_env(find_env(config, objects), config, stack)
+        if config.tasks is None and objects.tasks is None:
+            source = seed_tasks(config)
+            check_start(config, objects)
+            agent.algorithm_of(config, objects.algorithm)  # raises if it does not fit
+        else:
+            source = add_seeds(check_settings(config, objects, any_fields=env.runner is not None))
         draw, task_sampler = curriculum.make_task_sampler(config, source.draw, source.train, groups=config.queries)
-        make_env, call_tool = (
-            _open_process(config, stack) if objects.env is None else (partial(make_host_env, objects.env), no_effects)
-        )
-        reward = objects.reward
-        if reward is not None or config.reward:
+        reward, first_task = to_reward(objects.reward), source.draw("train", 0, 1)[0]
+        if reward is not None or config.reward or (env.runner and env.runner.needs_reward):
             reward = reward_of(config, source, stack.enter_context(make_sandbox(config, source)), reward)
+        elif env.runner and env.runner.reward is not None:
+            reward = check_reward(env.runner.reward, f"{env.runner.name}.reward", first_task)
+        if env.runner:
+            env.runner.reward = reward
+            env.runner.check(first_task)
         if on_ready is not None:
             on_ready()
         model = load_planner(config, folder, objects)
+        if env.runner:
+            env.runner.check_prompt(env.make(model.tokenizer, turns=config.turns), first_task)
         yield build_setup(
             stack,
             config,
             folder,
             model,
-            partial(make_env, config=config),
+            env.make,
             objects=objects,
             name=config.env,
-            call_tool=call_tool,
+            call_tool=env.call_tool,
             reward=reward,
             tasks=draw,
             task_sampler=task_sampler,
@@ -110,40 +120,56 @@ def build(
         )
 
 
-def _open_process(config: Config, stack: ExitStack) -> tuple[Callable[..., HostEnv], ToolRunner]:
-    """The environment that the settings name, in a process that the stack closes: `make_env`, and its tools."""
-    kind, _, spec = config.env.partition(":")
-    process = EnvProcess(kind, spec, python=config.python or executable, timeout=config.env_seconds)
-    tools = stack.enter_context(process).check()
+class OpenedEnv(NamedTuple):
+    """The environment of a run, and what runs its effects."""
 
-    def make_env(text: ChatTokenizer, *, config: Config, turns: int) -> HostEnv:
-        return external_env(
-            text,
-            turns=turns,
-            max_tokens=config.max_tokens,
-            context_tokens=config.context_tokens,
-            instructions=config.instructions,
-            tools=tools,
-        )
-
-    return make_env, process.call_tool
+    make: Callable[..., HostEnv]  # make(tokenizer, turns=...)
+    call_tool: ToolRunner = no_effects
+    runner: TextEnvRunner | None = None  # of a `TextEnv`
 
 
-def make_host_env(env: Any, text: ChatTokenizer, *, config: Config, turns: int) -> HostEnv:
-    """An object as the environment of a run: an `fg.HostEnv`, or a function of the tokenizer that returns one.
+def find_env(config: Config, objects: Objects) -> Any:
+    """The environment as an object; KIND:SPEC for one of another library."""
+    if objects.env is not None:
+        return objects.env
+    if config.env.partition(":")[0] in EXTERNAL_ENVIRONMENTS:
+        return config.env
+    return import_named(config.env, f"one of the kinds {', '.join(EXTERNAL_ENVIRONMENTS)}, or an environment")
 
-    Its own limits count where they are below those of the settings.
+
+def open_env(env: Any, config: Config, stack: ExitStack) -> OpenedEnv:
+    """Open an environment for a run.
+
+    Args:
+        env: KIND:SPEC of another library's; a `TextEnv` class; an `fg.HostEnv`, or a function of the tokenizer that
+            returns one, which has no effects.
+        config: has the sizes.
+        stack: closes the process of another library's environment.
     """
-    made = env if isinstance(env, HostEnv) else env(text) if callable(env) else env
+    sizes = {name: getattr(config, name) for name in ("max_tokens", "context_tokens", "instructions")}
+    if isinstance(env, str):
+        kind, _, spec = env.partition(":")
+        process = EnvProcess(kind, spec, python=config.python or executable, timeout=config.env_seconds)
+        tools = stack.enter_context(process).check()
+        return OpenedEnv(partial(external_env, tools=tools, **sizes), process.call_tool)
+    if isinstance(env, type | TextEnv):
+        runner = TextEnvRunner(check_text_env(env), tool_seconds=config.env_seconds)
+        return OpenedEnv(partial(runner.host_env, **sizes), runner.call_tool, runner)
+    return OpenedEnv(partial(make_host_env, env, config.context_tokens))
+
+
+def make_host_env(env: Any, context_tokens: int, tokenizer: ChatTokenizer, *, turns: int) -> HostEnv:
+    """An `fg.HostEnv`, or what a function of the tokenizer returns, with its own limits where they are lower."""
+    made = env if isinstance(env, HostEnv) else env(tokenizer) if callable(env) else env
     if not isinstance(made, HostEnv):
         raise BadInput(
-            f"the environment {env!r:.80} gave {made!r:.80}, which is no fg.HostEnv: give one, or a function of the "
-            "tokenizer that returns one"
+            f"the environment {env!r:.80} gave {made!r:.80}, which is no fg.HostEnv: give one, a function of the "
+            "tokenizer that returns one, or a class of fg.TextEnv"
         )
-    if made.max_tokens >= config.context_tokens:
+    if made.max_tokens >= context_tokens:
         raise BadInput(
             f"the environment {made.name} has actions of {made.max_tokens} tokens, and "
-            f"--context_tokens={config.context_tokens} holds them with their context: raise it"
+            f"--context_tokens={context_tokens} holds them with their context: raise it"
         )
     return made._replace(max_turns=min(made.max_turns, turns))
 

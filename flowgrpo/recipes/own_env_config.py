@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from flowgrpo.errors import BadInput
+from flowgrpo.files import import_named
 from flowgrpo.recipes.agent_config import LARGE, TaskConfig, TaskSettings
 from flowgrpo.training.config import make_config, setting
+from flowgrpo.training.names import EXTERNAL_ENVIRONMENTS
 
 WITH_MODEL = {"turns": 8, "eval_turns": 8, "turn_seconds": 300.0, "beta": 0.0, "temperature": 1.0}
 
@@ -17,7 +19,8 @@ class Config(TaskConfig):
 
     env: str = setting(
         "",
-        "Environment as KIND:SPEC: trl:MODULE:CLASS, gymnasium:ID, textarena:ID, or openenv:ws://HOST:PORT/ws.",
+        "Environment: MODULE:CLASS of an fg.TextEnv, trl:MODULE:CLASS, gymnasium:ID, textarena:ID, or "
+        "openenv:ws://HOST:PORT/ws.",
         "Run",
     )
     python: str = setting("", "Python interpreter with the environment's packages; this one by default.", "Run")
@@ -41,7 +44,8 @@ class Config(TaskConfig):
         super().__post_init__()
         kind, _, spec = self.env.partition(":")
         if not (kind and spec):
-            raise BadInput(f"--env={self.env!r} must be KIND:SPEC, such as gymnasium:FrozenLake-v1")
+            kinds = "KIND:SPEC as gymnasium:FrozenLake-v1, or MODULE:CLASS of a TextEnv"
+            raise BadInput(f"--env={self.env!r} must be {kinds}")
         if self.model is None:
             raise BadInput("--env needs --model: the folder of a model, or a hub id")
         if self.turn_seconds <= self.env_seconds:
@@ -50,8 +54,22 @@ class Config(TaskConfig):
 
     @classmethod
     def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults that fit a large model."""
-        return super().defaults(chosen) | LARGE | WITH_MODEL
+        """Defaults that fit a large model, with the sizes of a `TextEnv`."""
+        return super().defaults(chosen) | LARGE | WITH_MODEL | sizes_of_env(chosen.get("env", ""))
+
+
+def sizes_of_env(env: Any) -> dict[str, Any]:
+    """The settings that follow from an environment, or from the one that MODULE:CLASS names: turns and tokens."""
+    if isinstance(env, str):
+        if ":" not in env or env.partition(":")[0] in EXTERNAL_ENVIRONMENTS:
+            return {}
+        try:
+            env = import_named(env, "environment")
+        except BadInput:  # `build` says so, unless it is handed the object
+            return {}
+    turns, max_tokens = getattr(env, "max_turns", None), getattr(env, "max_tokens", None)
+    sizes: dict[str, Any] = {"turns": turns, "eval_turns": turns} if isinstance(turns, int) else {}
+    return sizes | ({"max_tokens": max_tokens} if isinstance(max_tokens, int) else {})
 
 
 class Settings(TaskSettings, total=False):

@@ -19,11 +19,12 @@ from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from flowgrpo.contracts import Call, HostEnv, Result, Reward, Tool
 from flowgrpo.data.tokenizer import ChatTokenizer
-from flowgrpo.envs.text import Done, RewardFunction, TextEnv, to_reward
+from flowgrpo.envs.text import Done, RewardFunction, SingleTurn, TextEnv, to_reward
 from flowgrpo.files import describe_error
 from flowgrpo.rollout.conversation_env import conversation_env, task_fields
 from flowgrpo.tools.schema import tool
@@ -75,7 +76,13 @@ class TextEnvRunner:
         self._lock = threading.Lock()
 
     def host_env(
-        self, tokenizer: ChatTokenizer, *, max_tokens: int, context_tokens: int, turns: int | None = None
+        self,
+        tokenizer: ChatTokenizer,
+        *,
+        max_tokens: int,
+        context_tokens: int,
+        turns: int | None = None,
+        instructions: str = "",
     ) -> HostEnv:
         """The environment as a conversation, whose effects `call_tool` runs.
 
@@ -84,13 +91,14 @@ class TextEnvRunner:
             max_tokens: of an action, unless the class has its own.
             context_tokens: of a conversation with all its actions.
             turns: maximal number of actions; None: `max_turns` of the class.
+            instructions: text before the first observation; "": that of the class.
         """
         return conversation_env(
             tokenizer,
             turns=self.env.max_turns if turns is None else turns,
             max_tokens=self.env.max_tokens or max_tokens,
             context_tokens=context_tokens,
-            instructions=self.env.instructions,
+            instructions=instructions or self.env.instructions,
             tools=[schema["name"] for schema in self.schemas],
             schemas=self.schemas,
             name=self.name,
@@ -138,6 +146,18 @@ class TextEnvRunner:
             self._step(episode.env, "")
         except EpisodeFailure as failure:
             raise BadInput(f"{failure}; it was called with an empty action, and a model may write anything") from None
+
+    def check_prompt(self, env: HostEnv, task: Task) -> None:
+        """Render the first observation of a task; raises `BadInput` if it leaves no room for an action."""
+        key = jax.random.key(0)
+        state, _ = env.reset(key, task, self.call_tool)
+        with self._lock:
+            self._episodes.pop(state.seed, None)
+
+    @property
+    def needs_reward(self) -> bool:
+        """Whether every episode ends without a reward, and the class has none."""
+        return issubclass(self.env, SingleTurn) and self.reward is None
 
     # Episodes -----------------------------------------------------------------------------------------
 
@@ -206,8 +226,8 @@ class TextEnvRunner:
 # Checks of a class ------------------------------------------------------------------------------------
 
 
-def check_text_env(env: Any) -> None:
-    """Raise `BadInput` unless this is a complete subclass of `TextEnv`."""
+def check_text_env(env: Any) -> type[TextEnv]:
+    """This subclass of `TextEnv`; raises `BadInput` for anything else, and unless it is complete."""
     if isinstance(env, TextEnv):
         raise BadInput(
             f"{type(env).__name__}() is an instance: give the class itself, which makes one for each episode"
@@ -231,6 +251,7 @@ def check_text_env(env: Any) -> None:
         raise BadInput(f"{name}.instructions is {env.instructions!r:.80}, but must be a string")
     if isinstance(env.tools, str | Mapping) or not isinstance(env.tools, Sequence):
         raise BadInput(f"{name}.tools is {env.tools!r:.80}, but must be a list of functions or fg.contracts.Tool")
+    return env
 
 
 def takes_self(item: Any) -> bool:
