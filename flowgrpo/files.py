@@ -150,13 +150,15 @@ def import_named(name: str, kind: str) -> Any:
 def describe_error(error: BaseException) -> str:
     """One line about an exception of a user's code, with the line that raised it."""
     message = " ".join(str(error).split())
-    if isinstance(error, ImportError | AttributeError | BadInput):
+    if isinstance(error, ImportError | BadInput):
         return message
     own_folder = str(Path(__file__).parent)
     frames = [
         frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((own_folder, "<frozen"))
     ]
     frames = [frame for frame in frames if Path(frame.filename).parent.name != "importlib"]
+    if isinstance(error, AttributeError) and not frames:  # of a name that a module lacks
+        return message
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {message:.300}{place}"
 

@@ -97,7 +97,11 @@ def build(
             reward = check_reward(env.runner.reward, f"{env.runner.name}.reward", first_task)
         if env.runner:
             env.runner.reward = reward
-            env.runner.check(first_task)
+            try:
+                env.runner.check(first_task)
+            except BadInput as error:
+                has_tasks = not (config.tasks is None and objects.tasks is None)
+                raise (error if has_tasks else BadInput(f"{error}; there are no tasks: give --tasks")) from None
         if on_ready is not None:
             on_ready()
         model = load_planner(config, folder, objects)

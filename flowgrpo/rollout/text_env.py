@@ -219,6 +219,8 @@ class TextEnvRunner:
         """Call code of the class; an exception is a failure of the infrastructure."""
         try:
             return function(*arguments)
+        except BadInput as error:
+            raise EpisodeFailure(f"{self.name}.{method}: {error}") from error
         except (Exception, SystemExit) as error:
             raise EpisodeFailure(f"{self.name}.{method} raised {describe_error(error)}") from error
 

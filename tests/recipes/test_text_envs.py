@@ -75,3 +75,10 @@ def test_a_context_without_room_for_an_action_is_refused(tmp_path, tasks):
     config = preset(tasks, context_tokens=40)
     with pytest.raises(fg.BadInput, match=r"the first observation of task .* holds no action after it: raise context_"):
         own_env.RECIPE.train(config, tmp_path / "run")
+
+
+def test_a_run_without_the_tasks_that_its_environment_reads_is_refused(tmp_path):
+    with pytest.raises(
+        fg.BadInput, match=r"Parcel.reset raised KeyError: 'person' \(.*\); .* there are no tasks: give"
+    ):
+        own_env.RECIPE.train(preset(None), tmp_path / "run")

@@ -59,10 +59,11 @@ class Scripted:
         chosen = list(request.chosen)
         number = sum(chosen[i] and not chosen[i - 1] for i in range(1, len(chosen)))
         ids = [*self.text.encode(self.words[number % len(self.words)]), *[stop] * (not self.cut)]
+        reason, sampled = "length" if self.cut else "stop", len(request.partial.tokens) if request.partial else 0
+        if request.budget is not None and len(ids) > sampled + request.budget:
+            ids, reason = ids[: sampled + request.budget], "budget"
         future = Future()
-        future.set_result(
-            fg.contracts.Completion(ids, [-1.0] * len(ids), [0] * len(ids), "length" if self.cut else "stop")
-        )
+        future.set_result(fg.contracts.Completion(ids, [-1.0] * len(ids), [0] * len(ids), reason))
         return future
 
 
@@ -181,6 +182,29 @@ def test_S1_an_episode_that_is_gone_is_restored_by_its_calls():
         assert turn.tokens.tolist() == other.tokens.tolist()
 
 
+def test_S1_a_partial_trajectory_is_resumed_in_another_process():
+    words = [tagged("visit", house="a"), "where?", tagged("visit", house="b"), "0 Elm"]
+    undisturbed, text = play(words, tasks=TASKS[:1])[0][0], tiny_model().tokenizer
+    keys, tasks, groups, unfinished, trajectories, rounds = (
+        jax.random.split(jax.random.key(1), 1),
+        TASKS[:1],
+        [0],
+        (),
+        (),
+        0,
+    )
+    while not trajectories:
+        runner, rounds = TextEnvRunner(Parcel), rounds + 1
+        env = runner.host_env(text, max_tokens=90, context_tokens=1500)
+        rollout = fg.hosted(env, Scripted(text, *words).submit, call_tool=runner.call_tool)
+        result = rollout(tasks, keys[: len(tasks)], groups, unfinished=unfinished, budget=40)
+        tasks, groups, unfinished, trajectories = [], [], result.unfinished, result.trajectories
+    assert rounds > 2
+    assert trajectories[0].outcome == 1.0, trajectories[0].reason
+    for turn, other in zip(trajectories[0].turns, undisturbed.turns, strict=True):
+        assert turn.tokens.tolist() == other.tokens.tolist()
+
+
 def test_A3_episodes_at_once_share_nothing_and_a_group_starts_alike():
     tasks = [TASKS[0]] * 12
     words = ["where?", tagged("visit", house="a"), tagged("visit", house="b"), "0 Elm"]
@@ -270,7 +294,7 @@ def test_a_class_that_can_play_no_episode_is_refused(env, message):
         ({"reset": lambda *_: "", "instructions": ""}, "Variant.reset returned an empty text"),
         ({"step": lambda *_: 0.5}, r"Variant.step returned 0.5: return a string or fg.Done\(reward\)"),
         ({"step": lambda *_: fg.Done()}, "Variant.step returned Done without a reward, and there is no rew"),
-        ({"step": lambda *_: fg.Done(float("nan"))}, "Variant.step raised Done: reward is nan, but must be"),
+        ({"step": lambda *_: fg.Done(float("nan"))}, "Variant.step: Done: reward is nan, but must be"),
         (
             {"step": lambda _, action: int(action)},
             "Variant.step raised ValueError: .*it was called with an empty ac",
