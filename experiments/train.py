@@ -21,7 +21,8 @@ The work directory is that of every run (docs/checkpoints.md). The same command 
 """
 
 from .cli import app
-from .cli.recipes import define_chosen_recipe, run_command
+from .cli.choice import define_chosen_recipe
+from .cli.recipes import run_command
 
 define_chosen_recipe(__name__, "runs/train-SEED")
 

@@ -14,10 +14,10 @@ import numpy as np
 from flowgrpo.files import parse_json
 from flowgrpo.learner.scoring import make_score_trajectories
 from flowgrpo.publish.export import read_config, read_planner, reader_of
-from flowgrpo.recipes.planner_reader import RecordedScoring
+from flowgrpo.recipes.planner_reader import PlannerReader, RecordedScoring
 from flowgrpo.report.trajectory_page import write_viewer
 from flowgrpo.rollout.records import RecordedTrajectory, from_json, to_trajectories
-from flowgrpo.rollout.trajectory_view import shown_trajectory
+from flowgrpo.rollout.trajectory_view import TokenDecoder, shown_trajectory
 from flowgrpo.training.config import RunConfig
 from flowgrpo.training.language_model import ADVANTAGES
 from flowgrpo.training.stages import has_fresh_contexts, split_turns
@@ -49,7 +49,7 @@ def write_page(folder: Path, out: Path, *, ratios: str | None = None, tokenizer:
     """
     config = read_config(folder)
     recorded = read_trajectories(folder)
-    decode = reader_of(folder).token_decoder(config, folder, tokenizer)
+    decode = token_decoder_of(reader_of(folder), config, folder, tokenizer)
     ratios_by_trajectory, names = [None] * len(recorded), {}
     if ratios is not None:
         update, ratios_by_trajectory = ratios_of(config, folder, [entry.trajectory for entry in recorded], ratios)
@@ -156,3 +156,11 @@ def _read_advantages(path: Path) -> dict[tuple[int, int], list[Any] | None]:
         return {(line["group"], line["sample"]): line["advantage"] for line in lines}
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path} holds no advantages ({error!r:.80}): remove it, or continue the run") from None
+
+
+def token_decoder_of(reader: PlannerReader, config: RunConfig, folder: Path, tokenizer: str | None) -> TokenDecoder:
+    """The function from token ids to text: by the words of a pure environment, or by the run's tokenizer."""
+    try:
+        return reader.token_decoder(config, folder, tokenizer)
+    except BadInput as error:
+        raise BadInput(f"{error}; or name the run's tokenizer by --tokenizer") from None

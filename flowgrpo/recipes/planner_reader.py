@@ -16,7 +16,7 @@ from flowgrpo.rollout.trajectory_view import TokenDecoder, make_token_decoder
 from flowgrpo.training.planner import frozen_base_dtype, load_start, make_planner
 from flowgrpo.training.run_files import START
 from flowgrpo.training.settings import HostedConfig
-from flowgrpo.types import BadInput, Params
+from flowgrpo.types import Params
 
 
 class RecordedScoring(NamedTuple):
@@ -55,10 +55,7 @@ def _load_start(config: HostedConfig, folder: Path) -> Model:
 
 
 def _token_decoder(config: HostedConfig, folder: Path, tokenizer: str | None = None) -> TokenDecoder:
-    try:
-        return make_token_decoder(load_tokenizer(tokenizer or _start_path(config, folder)))
-    except BadInput as error:
-        raise BadInput(f"{error}; or name the run's tokenizer by --tokenizer") from None
+    return make_token_decoder(load_tokenizer(tokenizer or _start_path(config, folder)))
 
 
 def _scoring(config: HostedConfig, folder: Path, params: Params) -> RecordedScoring:

@@ -224,7 +224,7 @@ class Recipe(Generic[C, P]):
 
         path = Path(folder)
         if self.test is None:
-            raise BadInput(f"a run of {self.name} is tested at its end: read {path / 'result.json'}")
+            raise BadInput(f"{path} is a run of {self.command}, whose own result.json says how it did")
         with self.build(config, path, objects=objects) as parts:
             trainable = self.make_trainable(parts, None)
             trainable.objects = objects.names()

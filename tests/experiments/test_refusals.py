@@ -162,7 +162,7 @@ BAD_INPUT = [
     ("quickstart", "--mesh=data=3", "data=3"),
     ("quickstart", "--workdir=run", "choose another folder"),
     ("evaluate", "--workdir=none", "holds no run"),
-    ("evaluate", "--workdir=run", "run is a run of another command"),
+    ("evaluate", "--workdir=run", "run is a run of self_verify, whose own result.json says how it did"),
     ("evaluate", "--workdir=old", "names no recipe, so it was written by an earlier version: choose another folder"),
     ("plots", "--workdir=run,spoiled", "run,spoiled is no folder: give that of one run"),
     ("plots", "--workdir=spoiled", "metrics.jsonl can't be read (No such file or directory)"),
@@ -264,14 +264,14 @@ PARTS_ONLY = {  # commands that take nothing from a module that would say its se
     "flowgrpo.recipes.agent_config": {"self_verify", "train_agent", "train_env"},
     "flowgrpo.recipes.agent_warm_start": {"train_agent", "train_env"},
     "flowgrpo.training.language_model": {"quickstart"},
-    "flowgrpo.training.settings": {"quickstart", "self_verify"},
-    "flowgrpo.training.planner": {"quickstart"},
+    "flowgrpo.training.settings": {"finetune", "quickstart", "self_verify"},
+    "flowgrpo.training.planner": {"finetune", "quickstart"},
     "flowgrpo.training.warm_start": {"finetune"},
     "flowgrpo.planning.targets": {"benchmarks.update"},
     "flowgrpo.data.task_files": {"finetune", "simulate", "benchmarks.agents", "benchmarks.cluster"},
 }
 # They say what is wrong with the settings of a run.
-RUNS = ("flowgrpo.recipes.", "flowgrpo.training.", "flowgrpo.distributed.", "flowgrpo.report.sinks")
+RUNS = ("flowgrpo.recipes.", "flowgrpo.publish.", "flowgrpo.training.", "flowgrpo.distributed.", "flowgrpo.report.sinks")
 RAISES = ("BadInput", "ValidationError", "exit", "unreadable")
 
 

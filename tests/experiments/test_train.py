@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.cli.recipes import choose_recipe
+from experiments.cli.choice import choose_recipe
 from flowgrpo.types import BadInput
 from tests.experiments.conftest import last_line
 

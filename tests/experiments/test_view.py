@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import flowgrpo as fg
-from flowgrpo.publish.pages import read_trajectories, write_page
+from flowgrpo.publish.pages import read_trajectories, token_decoder_of, write_page
 from flowgrpo.recipes import agent_config, pure
 from flowgrpo.recipes.planner_reader import TEXT
 from flowgrpo.rollout.records import RecordedTrajectory, make_turn
@@ -97,4 +97,4 @@ def test_missing_records_are_refused(run, tmp_path):
 
 def test_a_tokenizer_that_is_gone_can_be_named(tmp_path):
     with pytest.raises(fg.BadInput, match=r"there is no model folder .*; or name the run's tokenizer by --tokenizer"):
-        TEXT.token_decoder(agent_config.preset(str(tmp_path / "gone")), tmp_path, None)
+        token_decoder_of(TEXT, agent_config.preset(str(tmp_path / "gone")), tmp_path, None)

@@ -1,0 +1,70 @@
+"""The recipe that a command line chooses, of which all its other flags are: for `experiments.train`."""
+
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from flowgrpo.errors import BadInput
+from flowgrpo.recipes.recipe import RECIPE_IMPORT, find_config, recipe_names
+from flowgrpo.training.names import ENVIRONMENTS, EXTERNAL_ENVIRONMENTS
+
+from . import app
+from .help import HELP, flag_heading
+from .recipes import define_recipe
+
+flags.disclaim_key_flags()  # flags that are defined here belong to the command that runs
+
+CHOOSING = ("recipe", "env", "agent", "tasks", "model")  # flags that a recipe follows from
+
+
+def define_chosen_recipe(module: str, workdir: str) -> None:
+    """Define the flags of the recipe that the command line chooses, if `module` is the command that runs."""
+    flag_heading("Run")
+    flags.DEFINE_string("recipe", None, f"Recipe: {', '.join(recipe_names())}, or {RECIPE_IMPORT}.")
+    if module != "__main__":
+        return
+    given = {name: value for name in CHOOSING if (value := value_in(sys.argv[1:], name)) is not None}
+    if not given and HELP & {*sys.argv}:
+        flags.DEFINE_string("env", None, "Environment: a built-in one, MODULE:NAME of yours, or KIND:SPEC.")
+        flags.DEFINE_string("agent", None, "Agent: a command, or MODULE:FUNCTION.")
+        flags.DEFINE_string("tasks", None, "Tasks: a file (.jsonl, .parquet), or a built-in set.")
+        flags.DEFINE_string("model", None, "Model: a folder, GGUF file, smollm2, gemma3, or hub id.")
+        return
+    try:
+        name = choose_recipe(given)
+        define_recipe(name, find_config(name), workdir, dry_run=True)
+    except BadInput as error:
+        app.exit_with_usage_error(str(error))
+
+
+def choose_recipe(given: Mapping[str, str]) -> str:
+    """The recipe that trains what these flags name; raises `BadInput` if they contradict each other or name nothing."""
+    env, tasks, has_model = given.get("env", ""), given.get("tasks"), bool(given.get("model"))
+    if given.get("recipe"):
+        return given["recipe"]
+    if env and given.get("agent"):
+        raise BadInput("--env and --agent are both given, and an agent brings what it acts in: leave out one of them")
+    if given.get("agent"):
+        return "own_agent"
+    if env in ENVIRONMENTS and has_model:
+        raise BadInput(f"--env={env} trains a small planner of its words, which is made here: leave out --model")
+    if env.partition(":")[0] in EXTERNAL_ENVIRONMENTS or (env and has_model):
+        return "own_env"
+    if env and tasks:
+        raise BadInput(f"--tasks={tasks} is for an environment of text: give its --model, too, or leave it out")
+    if env:
+        return "pure"
+    if tasks:
+        return "agent"
+    raise BadInput("nothing says what to train on: give --env, --agent or --tasks, or --recipe")
+
+
+def value_in(arguments: Sequence[str], name: str) -> str | None:
+    """The value of a flag on a command line that is not parsed yet, as `--name=value` or `--name value`."""
+    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
+        key, equals, value = argument.lstrip("-").partition("=")
+        if argument.startswith("-") and key == name:
+            return value if equals else following
+    return None
