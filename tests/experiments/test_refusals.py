@@ -271,7 +271,8 @@ PARTS_ONLY = {  # commands that take nothing from a module that would say its se
     "flowgrpo.data.task_files": {"finetune", "simulate", "benchmarks.agents", "benchmarks.cluster"},
 }
 # They say what is wrong with the settings of a run.
-RUNS = ("flowgrpo.recipes.", "flowgrpo.publish.", "flowgrpo.training.", "flowgrpo.distributed.", "flowgrpo.report.sinks")
+RUNS = ("flowgrpo.recipes.", "flowgrpo.publish.", "flowgrpo.training.", "flowgrpo.distributed.")
+RUNS += ("flowgrpo.report.sinks", "experiments.studies.")
 RAISES = ("BadInput", "ValidationError", "exit", "unreadable")
 
 
