@@ -62,18 +62,18 @@ from flowgrpo.recipes.dry_runs import hosted_programs, parse_memory, show_progra
 
 def dry_compile(config: Config, folder: Path) -> None:
     """Print what the programs of the run take of a device, as a table and a JSON line."""
-    if config.model is None:
+    if config.model.model is None:
         with agent.build(config, folder) as setup:
             decoder = setup.model.config
     else:
-        decoder = shape_of_model(config.model)
+        decoder = shape_of_model(config.model.model)
     target = None if _TARGET.value is None else parse_target(_TARGET.value)
     memory = None if target is None else target.chip.memory or None
     memory = memory if _MEMORY.value is None else parse_memory(_MEMORY.value, "--device_memory")
     programs = hosted_programs(config, decoder, agent.algorithm_of(config), agent.optimizer_of(config), target)
-    print(f"{count_parameters(decoder):,} parameters on {config.mesh or 'one device'}: GiB of one device")
-    rows = show_programs(programs, memory, offload=config.offload != "none", target=target)
-    print(json.dumps({"parameters": count_parameters(decoder), "mesh": config.mesh, "programs": rows}))
+    print(f"{count_parameters(decoder):,} parameters on {config.devices.mesh or 'one device'}: GiB of one device")
+    rows = show_programs(programs, memory, offload=config.devices.offload != "none", target=target)
+    print(json.dumps({"parameters": count_parameters(decoder), "mesh": config.devices.mesh, "programs": rows}))
 
 
 def main() -> None:

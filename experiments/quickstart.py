@@ -17,7 +17,6 @@ at 93 %). `arithmetic` takes 8 minutes of one core, 18 of a slow one, and rises 
 """
 
 import json
-from dataclasses import replace
 
 from absl import flags
 
@@ -43,8 +42,8 @@ def main() -> None:
         print(json.dumps(recipe.train(first, folder, **options)))
         return
     results = []
-    for seed in range(first.seed, first.seed + _NUM_SEEDS.value):
-        config = replace(first, seed=seed)
+    for seed in range(first.run.seed, first.run.seed + _NUM_SEEDS.value):
+        config = first.replace(seed=seed)
         own_folder = folder / f"seed{seed}" if flags.FLAGS["workdir"].value else default_folder(FOLDER, config)
         results.append(recipe.train(config, own_folder, **options))
     for result in results:

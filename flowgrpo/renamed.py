@@ -42,6 +42,9 @@ SETTINGS: dict[str, str] = {  # old -> new, of run.json and the settings that ot
     "spare": "extra_groups",
     "steps": "decode_steps",
 }
+REMOVED: dict[str, tuple[str, ...]] = {  # settings that a recipe had and never read
+    "own_env": ("domains", "demonstrations", "warm_rate", "warm_rows", "warm_steps"),
+}
 
 
 def current_names(values: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """For tests of hosted runs: a tiny model that answers a question with one action, of which odd ones are right."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,9 +18,11 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.trainable import ALL_PARAMS
 from flowgrpo.rollout.effects import no_effects
 from flowgrpo.rollout.host_adapter import as_host
-from flowgrpo.training.language_model import HostedConfig, HostedSetup, make_offloader
+from flowgrpo.training.config import make_config
+from flowgrpo.training.language_model import HostedSetup, make_offloader
 from flowgrpo.training.planner import Planner
 from flowgrpo.training.pure_env import max_trajectory_tokens
+from flowgrpo.training.settings import HostedConfig
 from flowgrpo.training.stages import IterationSettings
 from flowgrpo.training.warm_start import no_warm_start
 
@@ -30,15 +31,18 @@ HOSTED = as_host(ENV)
 POLICY = make_policy(
     DecoderConfig(v=len(ENV.vocabulary), d=16, h=2, k=1, e=8, f=16, windows=(None,), ropes=(Rope(),), init_scale=0.3)
 )
-CONFIG = HostedConfig(
-    rendering="append",
-    max_tokens=1,
-    context_tokens=max_trajectory_tokens(ENV),
-    slots=8,
-    group_seconds=600.0,
-    turn_seconds=600.0,
-    recorded_groups=1,
-    watch_seconds=600.0,
+CONFIG = make_config(
+    HostedConfig,
+    {
+        "rendering": "append",
+        "max_tokens": 1,
+        "context_tokens": max_trajectory_tokens(ENV),
+        "slots": 8,
+        "group_seconds": 600.0,
+        "turn_seconds": 600.0,
+        "recorded_groups": 1,
+        "watch_seconds": 600.0,
+    },
 )
 
 
@@ -59,7 +63,7 @@ def tasks(_split: str, first: int, count: int) -> list[fg.Task]:
 def make_setup(folder, engine: Engine, params, offload: str = "none", **settings) -> HostedSetup:
     """The parts of a run; `settings` beside those above."""
     env = HOSTED._replace(reset=reset, step=step)
-    config = replace(CONFIG, offload=offload, **settings)
+    config = CONFIG.replace(offload=offload, **settings)
     return HostedSetup(
         name="toy",
         config=config,
@@ -77,7 +81,7 @@ def make_setup(folder, engine: Engine, params, offload: str = "none", **settings
         env=env,
         eval_env=env,
         engine=engine,
-        offloader=make_offloader(config, folder),
+        offloader=make_offloader(config.devices, folder),
         call_tool=no_effects,
         reward=fg.Reward(lambda _, output: RewardResult(float(int(output.split()[0]) % 2))),
         tasks=tasks,

@@ -11,7 +11,7 @@ import optax
 
 from flowgrpo.evaluation.metrics import Evaluation, compute_metrics
 from flowgrpo.learner.state import init_learner
-from flowgrpo.training.config import TrainingConfig, setting
+from flowgrpo.training.config import RunConfig, RunSection, make_config, setting
 from flowgrpo.training.session import EvaluatedTrainable, TestReport, Validation, validation_of
 from flowgrpo.training.stages import TrainState
 from flowgrpo.training.warm_start import WarmStart
@@ -20,12 +20,19 @@ OPTIMIZER = optax.adam(1e-2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TrainingConfig):
+class TinySection(RunSection):
     """Settings of the tiny run."""
 
     updates: int = setting(5, "Updates.", may_change=True)
     warm_steps: int = setting(2, "Steps of imitation.")
     mesh: str = setting("data=8", "How devices are arranged.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    """The one section of the tiny run."""
+
+    run: TinySection
 
 
 def init(key: jax.Array) -> dict:
@@ -37,9 +44,9 @@ class TinyTrainable(EvaluatedTrainable):
 
     def __init__(self, on_stage: Callable[[str, int], None], config: Config):
         self.on_stage = on_stage
-        key = jax.random.key(config.seed)
+        key = jax.random.key(config.run.seed)
         super().__init__(
-            "tiny", config, updates=config.updates, name="tiny", algorithm="none", optimizer=OPTIMIZER, key=key
+            "tiny", config, updates=config.run.updates, name="tiny", algorithm="none", optimizer=OPTIMIZER, key=key
         )
 
     def init_params(self) -> dict:
@@ -69,7 +76,7 @@ class TinyTrainable(EvaluatedTrainable):
 
 def tiny_work(on_stage: Callable[[str, int], None] = lambda _stage, _update: None, **settings) -> TinyTrainable:
     """The run with these settings."""
-    return TinyTrainable(on_stage, Config(**settings))
+    return TinyTrainable(on_stage, make_config(Config, settings))
 
 
 def _step(on_stage, state: TrainState) -> tuple[TrainState, dict]:

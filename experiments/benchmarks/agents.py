@@ -135,7 +135,7 @@ def measure(folder: Path) -> dict[str, Any]:
                 }
                 for trajectory in trajectories[::samples][:SHOWN]
             ]
-    if config.updates and not best:  # no improvement: the best planner is the start
+    if config.run.updates and not best:  # no improvement: the best planner is the start
         measured["best"] = measured["start"]
     return measured | {"best_update": best}
 

@@ -151,8 +151,8 @@ def _measure_scaling() -> list[dict]:
     setups += [_prototype(env=arithmetic(turns=turns)) for turns in measuring.whole_numbers(_TURNS)]
     rows = []
     for setup in setups:
-        median = _play(setup, _imitate(setup.config.model_dim), lambda *_: {})
-        sizes = {"samples": setup.sizes.samples, "d": setup.config.model_dim, "turn_limit": setup.env.sizes.turns}
+        median = _play(setup, _imitate(setup.config.model.model_dim), lambda *_: {})
+        sizes = {"samples": setup.sizes.samples, "d": setup.config.model.model_dim, "turn_limit": setup.env.sizes.turns}
         figures = {"turns": round(median["turns"], 2), "seconds": round(median["seconds"], 4)}
         rows.append(sizes | figures | {"tokens_per_second": round(median["tokens_per_second"])})
     return rows

@@ -15,7 +15,6 @@ Prints a table and one JSON line. Runs on any CPU, offline, in minutes. On two q
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -119,7 +118,7 @@ def main() -> None:
     )
     parts = study_arms.build_arm(Arm(), config, world, updates=1, tasks=1)
     runs = jax.jit(map_runs(parts.begin))(planners)
-    setup = pure.build(replace(config, mesh=None), objects=Objects(env=parts.setup.env))
+    setup = pure.build(config.replace(mesh=None), objects=Objects(env=parts.setup.env))
     iteration = split_step(setup.stages)
     step = fused_step(parts.setup.stages)
     methods: dict[str, Callable[[], Timed]] = {

@@ -9,14 +9,13 @@ folder, options = run_options("runs/...") for `train(config, folder, **options)`
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypedDict
 
 from absl import flags
 
 from flowgrpo.report.sinks import TENSORBOARD, check_sinks
-from flowgrpo.training.config import RunConfig, setting_infos, setting_type
+from flowgrpo.training.config import RunConfig, declared_settings, setting_infos
 from flowgrpo.training.time_budget import UNLIMITED, TimeBudget, time_budget
 
 from .help import flag_heading, show_defaults
@@ -32,13 +31,11 @@ def define_config(config: type[RunConfig]) -> None:
 
     A flag with an earlier name is an alias that --help does not list.
     """
-    infos = setting_infos(config)
-    for declared in fields(config):
-        name, info = declared.name, infos[declared.name]
+    for name, declared in declared_settings(config).items():
+        info, kind = declared.info, declared.kind
         if info.heading is None:
             continue
         flag_heading(info.heading)
-        kind, _ = setting_type(config, declared)
         if info.choices:
             flags.DEFINE_enum(name, None, list(info.choices), info.description)
         elif kind is tuple:

@@ -85,7 +85,7 @@ def run_of_flags() -> RunOfFlags:
 
 def default_folder(workdir: str, config: RunConfig) -> str:
     """The default folder of a run, with its settings in place of words in capitals."""
-    return re.sub("[A-Z]+", lambda word: str(getattr(config, word[0].lower())).replace(":", "-"), workdir)
+    return re.sub("[A-Z]+", lambda word: str(config.settings()[word[0].lower()]).replace(":", "-"), workdir)
 
 
 def train_by_recipe() -> None:

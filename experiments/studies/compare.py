@@ -8,7 +8,6 @@ an arm are one program.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,7 +118,7 @@ def run_study(
 def study_config(study: Study, env: str, chosen: Mapping[str, Any]) -> pure.Config:
     """The Config that the arms of a study share in an environment."""
     config = pure.preset(env, **{**study.changes, **chosen})
-    return replace(config, mesh="none", decay_updates=max(config.updates, 1))
+    return config.replace(mesh="none", decay_updates=max(config.run.updates, 1))
 
 
 def map_over_seeds(function: Callable, *, lanes: int | None) -> Callable:
@@ -136,8 +135,10 @@ def warm_start_seeds(
     progress: Progress,
 ) -> study_arms.SeedStart:
     """The planners from which all arms start, one for each seed."""
-    progress.log(f"{config.env}: {len(seeds)} planners imitate demonstrations ({config.warm_steps} steps)")
-    setup = pure.build(config, objects=Objects(env=ENVIRONMENTS[config.env](**env_settings)))
+    progress.log(
+        f"{config.environment.env}: {len(seeds)} planners imitate demonstrations ({config.warm_start.warm_steps} steps)"
+    )
+    setup = pure.build(config, objects=Objects(env=ENVIRONMENTS[config.environment.env](**env_settings)))
     keys = stack_trees([jax.random.key(seed) for seed in seeds])
     return jax.block_until_ready(map_seeds(partial(study_arms.warm_start_seed, setup=setup))(keys))
 
@@ -167,7 +168,7 @@ def run_arm(
         show: called with the update and metrics after each evaluation.
         until: number of updates after which to stop, as the whole run would be there; None: all.
     """
-    updates = config.updates if until is None else min(until, config.updates)
+    updates = config.run.updates if until is None else min(until, config.run.updates)
     sizes = [min(every, updates - done) for done in range(0, updates, every)]  # updates before each evaluation
     parts = {
         size: study_arms.build_arm(arm, config, env_settings, updates=size, tasks=tasks)

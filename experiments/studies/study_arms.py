@@ -8,7 +8,7 @@ caller.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -111,8 +111,8 @@ def warm_start_seed(key: jax.Array, *, setup: pure.Setup) -> SeedStart:
         optimizer,
         setup.policy.init(init_key),
         demonstration_key,
-        steps=config.warm_steps,
-        rows=config.warm_rows,
+        steps=config.warm_start.warm_steps,
+        rows=config.warm_start.warm_rows,
     )
     return SeedStart(params, run_key)
 
@@ -127,13 +127,13 @@ def build_arm(arm: Arm, config: pure.Config, env: Mapping[str, Any], *, updates:
         updates: number of updates of one `advance`.
         tasks: number of test tasks of an evaluation; they follow from the seed, and are always the same.
     """
-    make_env = ENVIRONMENTS[config.env]
+    make_env = ENVIRONMENTS[config.environment.env]
     algorithm = None if arm.algorithm is None else arm.algorithm()
-    changed = make_config(pure.Config, asdict(config) | dict(arm.changes))  # raises for an unknown setting
+    changed = make_config(pure.Config, config.settings() | dict(arm.changes))  # raises for an unknown setting
     setup = pure.build(changed, objects=Objects(env=make_env(**{**env, **arm.env}), algorithm=algorithm))
     program = iteration_program(setup.stages) if arm.program is None else arm.program(setup)
     rollout = make_evaluation_rollout(
-        make_env(**{**env, **arm.eval_env}), setup.policy, "test", tasks=tasks, temperature=config.temperature
+        make_env(**{**env, **arm.eval_env}), setup.policy, "test", tasks=tasks, temperature=config.rollout.temperature
     )
 
     def begin(start: SeedStart) -> Any:
@@ -179,7 +179,7 @@ def imitate_teacher(setup: pure.Setup, *, oracle: bool = False, **teacher: Any) 
     `teacher` has the settings of the environment whose demonstrations are imitated, or with `oracle` those of its
     oracle.
     """
-    env = ENVIRONMENTS[setup.config.env](**teacher)
+    env = ENVIRONMENTS[setup.config.environment.env](**teacher)
     if oracle:
         env = env._replace(demonstrate=lambda _key, state: env.oracle(state))
     taught = setup._replace(env=env)
@@ -209,7 +209,9 @@ def scheduled_bonus(setup: pure.Setup, *, bonus: float, first: int = 0, last: in
 
     def step(state: TrainState) -> tuple[TrainState, Metrics]:
         is_on = (state.update >= first) & (state.update <= last)
-        algorithm = flow_grpo(beta=0.0, clip_high=setup.config.clip_high, entropy_bonus=jnp.where(is_on, bonus, 0.0))
+        algorithm = flow_grpo(
+            beta=0.0, clip_high=setup.config.learner.clip_high, entropy_bonus=jnp.where(is_on, bonus, 0.0)
+        )
         iteration = make_stages(setup.env, setup.policy, algorithm, setup.optimizer, setup.sizes)
         trajectories = iteration.rollout(state)
         update = fused_step(iteration._replace(generate=lambda *_: trajectories, judge=None))

@@ -22,9 +22,10 @@ from flowgrpo.recipes.planner_reader import PlannerReader
 from flowgrpo.recipes.recipe import Recipe, all_recipes, find_recipe
 from flowgrpo.training.checkpoints import Checkpoints, params_sha256
 from flowgrpo.training.config import RunConfig
-from flowgrpo.training.planner import PlannerConfig, lora_of
+from flowgrpo.training.planner import lora_of
 from flowgrpo.training.run_dir import RUN, read_run
 from flowgrpo.training.session import PARAMS
+from flowgrpo.training.settings import HostedConfig
 from flowgrpo.types import BadInput
 
 # Reading a run ------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ def export_gguf(
         raise BadInput(f"the planner of {folder} speaks in whole words, which GGUF has no form for: leave out --format")
     model, facts = _whole_model(folder, out, which, licence)
     facts = facts._replace(gguf=tensor_type)
-    temperature = getattr(facts.config, "temperature", None)
+    temperature = facts.config.settings().get("temperature")
     save_gguf_folder(out, model, tensor_type=tensor_type, temperature=temperature, card=model_card(facts))
     return {**_written(out, facts, model.params), "gguf_type": tensor_type}
 
@@ -137,7 +138,7 @@ def _whole_model(folder: Path, out: Path, which: str, licence: str | None) -> tu
     step, params = read_planner(folder, which)
     _check_out(folder, out)
     model = reader_of(folder).load_start(config, folder)
-    lora = lora_of(config) if isinstance(config, PlannerConfig) else None
+    lora = lora_of(config.model) if isinstance(config, HostedConfig) else None
     if lora is not None:
         params = merge_adapter(LoraParams(model.params, params), model.config, lora)
     facts = CardFacts(read_run(folder)["recipe"], config, folder, step, which, licence=licence)
@@ -151,14 +152,14 @@ def _written(out: Path, facts: CardFacts, params: Any) -> dict[str, Any]:
 def export_adapter(folder: Path, out: Path, *, which: str = "best", licence: str | None = None) -> dict[str, Any]:
     """Write a run's adapter in PEFT's format, with a model card -> a record of it; arguments as in `export`."""
     config = read_config(folder)
-    lora = lora_of(config) if isinstance(config, PlannerConfig) else None
+    lora = lora_of(config.model) if isinstance(config, HostedConfig) else None
     if lora is None:
         raise BadInput(f"{folder} trains all parameters and has no adapter: leave out --adapter")
-    assert isinstance(config, PlannerConfig)
+    assert isinstance(config, HostedConfig)
     step, adapter = read_planner(folder, which)
     _check_out(folder, out)
     model = reader_of(folder).load_start(config, folder)
-    base = config.model or str(Path(str(start_path(folder))).resolve())
+    base = config.model.model or str(Path(str(start_path(folder))).resolve())
     facts = CardFacts(read_run(folder)["recipe"], config, folder, step, which, adapter=True, licence=licence)
     save_adapter(out, adapter, model.config, lora, base_model=base, card=model_card(facts))
     return _written(out, facts, adapter)

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from flowgrpo import __version__
 from flowgrpo.files import read_json
 from flowgrpo.recipes.recipe import find_recipe
-from flowgrpo.training.config import RunConfig, make_config, setting_infos
-from flowgrpo.training.planner import PlannerConfig
+from flowgrpo.training.config import RunConfig, flat_settings, make_config, setting_infos
 from flowgrpo.training.session import RESULT
+from flowgrpo.training.settings import HostedConfig
 
 SELECT_PRESET = ("env", "algorithm", "model")  # settings on which the defaults of others depend
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -46,7 +46,7 @@ class CardFacts(NamedTuple):
 def model_card(facts: CardFacts) -> str:
     """The text of the card: metadata for the Hub, then paragraphs for people."""
     base = base_id(facts.config)
-    algorithm = getattr(facts.config, "algorithm", "flow_grpo")  # self-verification has no such setting
+    algorithm = facts.config.settings().get("algorithm", "flow_grpo")  # self-verification has no such setting
     return "\n".join(
         [
             *_front_matter(facts, base, algorithm),
@@ -63,7 +63,7 @@ def model_card(facts: CardFacts) -> str:
             f"All settings, by flowgrpo {__version__}:",
             "",
             "```json",
-            json.dumps({name: _public(name, x) for name, x in facts.config.to_json().items()}, indent=1),
+            json.dumps(_public_settings(facts.config), indent=1),
             "```",
             "",
         ]
@@ -72,15 +72,15 @@ def model_card(facts: CardFacts) -> str:
 
 def base_id(config: RunConfig) -> str | None:
     """The hub id of a run's start; None for a folder, a file, or a model that was made for the run."""
-    model = config.model if isinstance(config, PlannerConfig) else None
+    model = config.model.model if isinstance(config, HostedConfig) else None
     return model if model and HUB_ID.fullmatch(model) and not Path(model).exists() else None
 
 
 def training_command(recipe: str, config: RunConfig) -> str:
     """The command of a run, with the settings that differ from its preset."""
-    infos, values = setting_infos(type(config)), config.to_json()
+    infos, values = setting_infos(type(config)), flat_settings(config.to_json())
     selecting = {name: values[name] for name in SELECT_PRESET if name in values}
-    defaults = make_config(type(config), selecting).to_json()
+    defaults = flat_settings(make_config(type(config), selecting).to_json())
     words = [find_recipe(recipe).command_line()]
     for name, value in values.items():
         selects_preset = name in SELECT_PRESET
@@ -90,6 +90,12 @@ def training_command(recipe: str, config: RunConfig) -> str:
         items = public if infos[name].repeated else [",".join(public) if isinstance(public, list) else public]
         words += [f"--{name}={shlex.quote(str(item))}" for item in items]
     return " ".join(words)
+
+
+def _public_settings(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """All settings by section, as `run.json` has them."""
+    sections = config.to_json().items()
+    return {section: {name: _public(name, value) for name, value in values.items()} for section, values in sections}
 
 
 def _public(name: str, value: Any) -> Any:
@@ -128,7 +134,7 @@ def _licence(facts: CardFacts, base: str | None) -> Mapping[str, str]:
     """The Hub's licence fields: the given licence, or that of the base model."""
     if facts.licence is not None:
         return {"license": facts.licence}
-    if isinstance(facts.config, PlannerConfig) and facts.config.model is not None:
+    if isinstance(facts.config, HostedConfig) and facts.config.model.model is not None:
         link = {} if base is None else {"license_link": f"https://huggingface.co/{base}"}
         return {"license": "other", "license_name": "that-of-the-base-model", **link}
     return {"license": "apache-2.0"}
@@ -136,16 +142,16 @@ def _licence(facts: CardFacts, base: str | None) -> Mapping[str, str]:
 
 def _paragraphs(facts: CardFacts, base: str | None) -> Sequence[str]:
     config = facts.config
-    model = config.model if isinstance(config, PlannerConfig) else None
+    model = config.model.model if isinstance(config, HostedConfig) else None
     start = "a small model that was made for the run" if model is None else f"`{base or Path(model).name}`"
-    env = getattr(config, "env", None)
+    env = config.settings().get("env")
     task = f"recipe `{facts.recipe}`" if env is None else f"environment `{env}`"
     kind = "An adapter in PEFT's format, for" if facts.adapter else "Whole weights, trained from"
     if facts.gguf:
         kind = f"Whole weights in GGUF's {facts.gguf.upper()}, for llama.cpp and Ollama, trained from"
     return [
         f"{kind} {start}. The planner of a multi-turn agent was trained inside the running system "
-        f"([Flow-GRPO](https://arxiv.org/abs/2510.05592)), {task}, seed {config.seed}. These are the parameters of "
+        f"([Flow-GRPO](https://arxiv.org/abs/2510.05592)), {task}, seed {config.run.seed}. These are the parameters of "
         f"update {facts.update}, the {facts.which} one of the run.",
         "",
     ]

@@ -67,9 +67,9 @@ def write_page(folder: Path, out: Path, *, ratios: str | None = None, tokenizer:
     ]
     has_training = any(entry.update is not None for entry in recorded)
     missing = {"ratio": NO_RATIOS} | ({} if has_training else {"advantage": NO_ADVANTAGES})
-    algorithm = getattr(config, "algorithm", None)
+    algorithm = config.settings().get("algorithm")
     note = ", ".join(filter(None, [folder.resolve().name, algorithm]))
-    write_viewer(shown, out, title="Rollouts", note=f"{note}, seed {config.seed}", lacking=missing, names=names)
+    write_viewer(shown, out, title="Rollouts", note=f"{note}, seed {config.run.seed}", lacking=missing, names=names)
     return len(shown)
 
 

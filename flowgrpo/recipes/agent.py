@@ -43,7 +43,7 @@ from flowgrpo.generate.remote_engine import WEIGHT_SENDERS, RemoteEngine
 from flowgrpo.learner.loss_scale import optimizer_for
 from flowgrpo.models.hf import Model, check_model, save_model
 from flowgrpo.recipes import offline_start, offline_tasks, registry
-from flowgrpo.recipes.agent_config import Config, TaskConfig
+from flowgrpo.recipes.agent_config import Config, OfflineTasksSection, TaskConfig
 from flowgrpo.recipes.agent_config import preset as preset
 from flowgrpo.recipes.agent_warm_start import check_format_followed, format_compliance, make_warm_start
 from flowgrpo.recipes.planner_reader import TEXT
@@ -69,6 +69,7 @@ from flowgrpo.tools.python import python
 from flowgrpo.tools.search import Corpus, Document, read_corpus, search
 from flowgrpo.tools.toolset import ToolFailure, Toolset, toolset
 from flowgrpo.training import curriculum
+from flowgrpo.training.config import flat_settings
 from flowgrpo.training.curriculum import Draw, HardTaskSampler
 from flowgrpo.training.hosted_training import hosted_trainable, training_tasks
 from flowgrpo.training.language_model import (
@@ -83,9 +84,10 @@ from flowgrpo.training.language_model import (
     sizes_of,
 )
 from flowgrpo.training.names import BUILTIN_EXAMPLES
-from flowgrpo.training.planner import PlannerConfig, check_planner, frozen_start, load_start, make_planner, template_of
+from flowgrpo.training.planner import check_planner, frozen_start, load_start, make_planner, template_of
 from flowgrpo.training.run_files import EXAMPLES, RUN, START
 from flowgrpo.training.session import TestReport
+from flowgrpo.training.settings import HostedConfig
 from flowgrpo.training.warm_start import no_warm_start
 from flowgrpo.types import JSON, BadInput, Params, Task
 
@@ -104,34 +106,36 @@ class TaskSource(NamedTuple):
 
 def builtin_task_set(config: TaskConfig) -> TaskSet | None:
     """The built-in task set that --tasks names; None if it names a file or nothing."""
-    return TASK_SETS.get(config.tasks or "")
+    return TASK_SETS.get(config.tasks.tasks or "")
 
 
 def task_source_of(
     config: TaskConfig, tasks: Tasks | Sequence[Task | Mapping[str, JSON]] | None = None, *, any_fields: bool = False
 ) -> TaskSource:
     """These tasks; or those of a built-in set, of a file, or of the offline world."""
-    seed = config.seed
+    seed = config.run.seed
     if tasks is not None:
-        return _source_of(to_tasks(tasks, domain=config.domain, any_fields=any_fields), seed)
+        return _source_of(to_tasks(tasks, domain=config.tasks.domain, any_fields=any_fields), seed)
     if (task_set := builtin_task_set(config)) is not None:
         return TaskSource(
             draw=partial(task_set.draw, seed),
             train=lambda: task_set.draw(seed, "train", 0, POOL),
             domains=(task_set.examples[0].domain,),
         )
-    if config.tasks is None:
-        if config.model is not None:
+    if config.tasks.tasks is None:
+        if config.model.model is not None or not isinstance(config.tasks, OfflineTasksSection):
             sets = ", ".join(TASK_SETS)
             raise BadInput(f"--model needs --tasks: a .jsonl or .parquet file of tasks, reasoning_gym:NAME, or {sets}")
-        names = tuple(config.domains.split(","))
+        names = tuple(config.tasks.domains.split(","))
         return TaskSource(
             draw=lambda split, first, count: offline_tasks.make_tasks(seed, first, count, split, names),
             train=lambda: offline_tasks.make_tasks(seed, 0, POOL, "train", names),
             domains=names,
         )
-    fields = parse_fields(list(config.fields))
-    return _source_of(to_tasks(config.tasks, fields=fields, domain=config.domain, any_fields=any_fields), seed)
+    fields = parse_fields(list(config.tasks.fields))
+    return _source_of(
+        to_tasks(config.tasks.tasks, fields=fields, domain=config.tasks.domain, any_fields=any_fields), seed
+    )
 
 
 def _source_of(tasks: Tasks, seed: int) -> TaskSource:
@@ -162,28 +166,28 @@ def check_settings(config: TaskConfig, objects: Objects = NO_OBJECTS, *, any_fie
     return task_source_of(config, objects.tasks, any_fields=any_fields)
 
 
-def check_start(config: PlannerConfig, objects: Objects) -> None:
+def check_start(config: HostedConfig, objects: Objects) -> None:
     """Raise `BadInput` unless the model that the settings or the objects name can be loaded, and renders messages."""
     if objects.model is None:
-        if config.model is not None:
-            check_model(config.model, template_of(config))
+        if config.model.model is not None:
+            check_model(config.model.model, template_of(config.model))
         return
     if not isinstance(objects.model, Model) or objects.model.tokenizer is None:
         given = "a model without a tokenizer" if isinstance(objects.model, Model) else repr(objects.model)[:80]
         raise BadInput(f"the model is {given}, and has to read and write text: give fg.load_model(...)")
-    if config.model is None:
+    if config.model.model is None:
         raise BadInput(
             f"other settings follow from the model: give its name to the preset, too, model={name_of(objects.model)!r}"
         )
-    if config.chat_template is not None:
+    if config.model.chat_template is not None:
         raise BadInput("--chat_template is of a model that is loaded by its name: load this one with template=")
     start_conversation(objects.model.tokenizer, [{"role": "user", "content": "x"}])
 
 
-def load_planner(config: PlannerConfig, folder: Path, objects: Objects) -> Model:
+def load_planner(config: HostedConfig, folder: Path, objects: Objects) -> Model:
     """The planner's start: this object, the model that the settings name, or the one that was made in the folder."""
     assert objects.model is None or isinstance(objects.model, Model)  # by `check_start`
-    return load_start(config.model or folder / START, config, objects.model)
+    return load_start(config.model.model or folder / START, config.model, objects.model)
 
 
 @contextmanager
@@ -196,17 +200,21 @@ def build(
     program compiled, before that.
     """
     objects.check(NAME, "tasks", "model", "algorithm", "optimizer", "reward", "tools")
-    check_planner(config)
+    check_planner(config.model, config.devices)
     source = check_settings(config, objects)
     with ExitStack() as stack:
-        draw, task_sampler = curriculum.make_task_sampler(config, source.draw, source.train, groups=config.queries)
+        draw, task_sampler = curriculum.make_task_sampler(
+            config.tasks, source.draw, source.train, groups=config.rollout.queries, seed=config.run.seed
+        )
         sandbox = stack.enter_context(make_sandbox(config, source))
         reward = reward_of(config, source, sandbox, objects.reward)
         chosen_tools = _make_tools(config, sandbox, stack) if objects.tools is None else check_tools(objects.tools)
-        tools = stack.enter_context(toolset(chosen_tools, timeout=config.tool_seconds, concurrency=config.slots))
+        tools = stack.enter_context(
+            toolset(chosen_tools, timeout=config.agent.tool_seconds, concurrency=config.devices.slots)
+        )
         endpoints = {
             name: _open_endpoint(name, backend, config, stack)
-            for name, backend in config.roles.items()
+            for name, backend in config.roles.settings().items()
             if "://" in backend
         }
         tasks_shown = example_tasks(config, source)
@@ -214,7 +222,7 @@ def build(
             on_ready()
 
         make_plain_env = partial(_make_env, schemas=tools.schemas, config=config)
-        if config.model is None:
+        if config.model.model is None:
             offline_start.write_start_model(folder / START, make_plain_env, tools.call_tool, config)
         model = load_planner(config, folder, objects)
         examples = _render_examples(config, model.tokenizer, tasks_shown, tools, folder)
@@ -224,7 +232,7 @@ def build(
             config,
             folder,
             model,
-            make_plain_env if config.drop_examples else make_example_env,
+            make_plain_env if config.agent.drop_examples else make_example_env,
             objects=objects,
             name="agent",
             call_tool=tools.call_tool,
@@ -233,9 +241,9 @@ def build(
             task_sampler=task_sampler,
             format_trajectory=partial(_format_trajectory, model.tokenizer),
         )
-        speakers, role_engine = _open_speakers(config, frozen_start(model, config), stack)
+        speakers, role_engine = _open_speakers(config, frozen_start(model, config.model), stack)
         setup = setup._replace(call_tool=route_calls(tools.call_tool, endpoints | speakers), role_engine=role_engine)
-        if config.model is None:
+        if config.model.model is None:
             start = model._replace(params=setup.planner.params)
             yield setup._replace(
                 warm_start=lambda setup: offline_start.script_imitation(start, setup.env, tools.call_tool, config)
@@ -248,7 +256,7 @@ def build(
                 make_warm_start,
                 config=config,
                 make_env=make_example_env,
-                form=ACTION_FORMS[config.actions],
+                form=ACTION_FORMS[config.agent.actions],
                 schemas=tools.schemas,
             ),
         )
@@ -284,21 +292,25 @@ def build_setup(
         format_trajectory: a trajectory as text.
         concurrency: trajectories that run at a time; None: the number of slots.
     """
-    planner = make_planner(model, config)
+    planner = make_planner(model, config.model, config.devices, seed=config.run.seed)
     for_engine = model._replace(policy=planner.engine_policy, params=planner.to_engine(planner.params))
-    env, eval_env = (make_env(model.tokenizer, turns=turns) for turns in (config.turns, config.eval_turns))
-    if config.sampling_server is None:
+    env, eval_env = (
+        make_env(model.tokenizer, turns=turns) for turns in (config.rollout.turns, config.rollout.eval_turns)
+    )
+    if config.server.sampling_server is None:
         engine: Engine | RemoteEngine = make_engine(for_engine, config)
     else:
-        url, _, server_model = config.sampling_server.partition("#")
-        weight_folder = make_folder(Path(config.weight_folder or folder / "served"))
-        server = remote(url, server_model, api_key=os.environ.get("OPENAI_API_KEY"), concurrency=config.slots)
+        url, _, server_model = config.server.sampling_server.partition("#")
+        weight_folder = make_folder(Path(config.server.weight_folder or folder / "served"))
+        server = remote(url, server_model, api_key=os.environ.get("OPENAI_API_KEY"), concurrency=config.devices.slots)
 
         def save(params: Params, path: Path) -> None:
             save_model(path, for_engine._replace(params=params))
 
-        send_weights = WEIGHT_SENDERS[config.weight_transfer](server.url, save, weight_folder)
-        engine = RemoteEngine(server, send_weights=send_weights, banned=model.banned, timeout=config.group_seconds)
+        send_weights = WEIGHT_SENDERS[config.server.weight_transfer](server.url, save, weight_folder)
+        engine = RemoteEngine(
+            server, send_weights=send_weights, banned=model.banned, timeout=config.rollout.group_seconds
+        )
     return HostedSetup(
         name=name,
         config=config,
@@ -308,15 +320,15 @@ def build_setup(
         env=env,
         eval_env=eval_env,
         engine=stack.enter_context(engine),
-        offloader=stack.enter_context(make_offloader(config, folder)),
+        offloader=stack.enter_context(make_offloader(config.devices, folder)),
         call_tool=call_tool,
         reward=reward,
         tasks=tasks,
         task_sampler=task_sampler,
-        task_metrics=partial(curriculum.curriculum_metrics, config),
+        task_metrics=partial(curriculum.curriculum_metrics, config.tasks),
         algorithm=algorithm_of(config, objects.algorithm),
         optimizer=optimizer_of(config, objects.optimizer),
-        sizes=sizes_of(config, planner),
+        sizes=sizes_of(config.rollout, config.learner, planner),
         warm_start=lambda _: no_warm_start(planner.params),
         format_trajectory=format_trajectory,
         concurrency=concurrency,
@@ -333,7 +345,7 @@ def build_reward(config: Config) -> Iterator[Reward]:
 
 def make_sandbox(config: TaskConfig, source: TaskSource) -> Sandbox:
     """The sandbox of tools and rewards, with the modules that the tasks' rewards need."""
-    judged = () if config.reward else (*source.domains, config.domain or "")
+    judged = () if config.tasks.reward else (*source.domains, config.tasks.domain or "")
     return Sandbox(workers=launch.num_cores(), preload=registry.modules_to_preload(judged))
 
 
@@ -341,16 +353,16 @@ def reward_of(config: TaskConfig, source: TaskSource, sandbox: Sandbox, reward: 
     """This reward; or that which --reward names, or that of each task's domain. `BadInput` if a task has none."""
     if reward is not None:
         return check_reward(reward, name_of(reward), source.draw("train", 0, 1)[0])
-    if config.reward:
-        return make_reward(config.reward, source.draw("train", 0, 1)[0])
-    default = config.domain or (None if config.tasks else "answer")
+    if config.tasks.reward:
+        return make_reward(config.tasks.reward, source.draw("train", 0, 1)[0])
+    default = config.tasks.domain or (None if config.tasks.tasks else "answer")
     without = [name for name in source.domains if name not in registry.DOMAINS]
     known = ", ".join(registry.DOMAINS)
     if default not in (None, *registry.DOMAINS):
         raise BadInput(f"--domain={default} has no reward; choose from {known}")
     if without and default is None:
         raise BadInput(
-            f"{config.tasks}: tasks of the domain {without[0]!r} have no reward (there are {known}): have them "
+            f"{config.tasks.tasks}: tasks of the domain {without[0]!r} have no reward (there are {known}): have them "
             "judged like one of these, such as --domain=answer, or by a function of yours, --reward=MODULE:FUNCTION"
         )
     return registry.route_by_domain(registry.RewardContext(sandbox=sandbox), default=default)
@@ -360,8 +372,8 @@ def _make_env(
     text: ChatTokenizer, *, schemas: Sequence[Schema], config: Config, turns: int, examples: Messages = ()
 ) -> HostEnv:
     """The agent system over these tools."""
-    form = ACTION_FORMS[config.actions]
-    if config.model is None:  # the small model learns from demonstrations what to do
+    form = ACTION_FORMS[config.agent.actions]
+    if config.model.model is None:  # the small model learns from demonstrations what to do
         prompt: dict[str, Any] = {"instructions": "", "describe": itemgetter("name")}
     else:
         prompt = {"instructions": "\n".join(filter(None, (form.instructions, instructions_of(config))))}
@@ -369,7 +381,7 @@ def _make_env(
         prompt["describe"] = signature
     other_roles: dict[str, Any] = {  # plain code, or a `Role` that a model speaks; None for an analyst of "none"
         name: None if backend == "none" else RULE_ROLES[name] if backend == "rule" else SPOKEN_ROLES[name]()
-        for name, backend in config.roles.items()
+        for name, backend in config.roles.settings().items()
     }
     return agent_system(
         text,
@@ -377,11 +389,11 @@ def _make_env(
         roles=AgentRoles(planner=roles.planner(form=form, examples=examples, **prompt), **other_roles),
         limits=AgentLimits(
             turns=turns,
-            max_tokens=config.max_tokens,
-            context_tokens=config.context_tokens,
-            memory_tokens=config.memory_tokens,
+            max_tokens=config.rollout.max_tokens,
+            context_tokens=config.rollout.context_tokens,
+            memory_tokens=config.agent.memory_tokens,
         ),
-        rendering=RENDERINGS[config.rendering],
+        rendering=RENDERINGS[config.rollout.rendering],
     )
 
 
@@ -391,27 +403,27 @@ def _make_env(
 def instructions_of(config: Config) -> str:
     """Instructions in the planner's prompt, after those of the form of its actions."""
     task_set = builtin_task_set(config)
-    return config.instructions or ("" if task_set is None else task_set.instructions)
+    return config.agent.instructions or ("" if task_set is None else task_set.instructions)
 
 
 def example_tasks(config: Config, source: TaskSource) -> Sequence[Task]:
     """The tasks of the few-shot examples; raises `BadInput` if one of them is a validation or test task."""
-    if config.examples == "none":
+    if config.agent.examples == "none":
         return ()
-    if config.examples == BUILTIN_EXAMPLES:
+    if config.agent.examples == BUILTIN_EXAMPLES:
         task_set = builtin_task_set(config)
         assert task_set is not None  # checked by the Config
         examples: Sequence[Task] = task_set.examples
     else:
-        fields = parse_fields(list(config.fields))
-        examples = tuple(read_tasks(config.examples, fields=fields, domain=config.domain or "answer"))
+        fields = parse_fields(list(config.tasks.fields))
+        examples = tuple(read_tasks(config.agent.examples, fields=fields, domain=config.tasks.domain or "answer"))
     id_by_query = {example.query: example.id for example in examples}
-    for split, count in (("validation", config.validation_tasks), ("test", config.test_tasks)):
+    for split, count in (("validation", config.evaluation.validation_tasks), ("test", config.evaluation.test_tasks)):
         for task in source.draw(split, 0, count):
             if task.query in id_by_query:
                 raise BadInput(
-                    f"--examples={config.examples}: the example {id_by_query[task.query]!r} is a task of the {split} "
-                    f"({task.query!r:.80}): take one that the run is not measured by"
+                    f"--examples={config.agent.examples}: the example {id_by_query[task.query]!r} is a task of the "
+                    f"{split} ({task.query!r:.80}): take one that the run is not measured by"
                 )
     return examples
 
@@ -422,21 +434,23 @@ def _render_examples(
     """The few-shot examples of a run as messages. A resumed run reads them, since a tool may answer otherwise today."""
     if not tasks:
         return ()
-    path, settings = folder / EXAMPLES, config.to_json()
+    path, settings = folder / EXAMPLES, flat_settings(config.to_json())
     made_with = {name: settings[name] for name in EXAMPLES_DEPEND_ON}
     if path.exists() and (folder / RUN).exists():  # without a run, a dry run wrote them
         saved = read_json(path, "remove it, and the examples are made anew")
         if current_names(saved.get("made_with") or {}, SETTINGS) == made_with:
             return saved["messages"]
-    form = ACTION_FORMS[config.actions]
+    form = ACTION_FORMS[config.agent.actions]
     messages = worked_examples(
-        tokenizer, form, tasks, tools.call_tool, schemas=tools.schemas, memory_tokens=config.memory_tokens
+        tokenizer, form, tasks, tools.call_tool, schemas=tools.schemas, memory_tokens=config.agent.memory_tokens
     )
-    length, room = len(start_conversation(tokenizer, messages).tokens), config.context_tokens - config.max_tokens
+    length = len(start_conversation(tokenizer, messages).tokens)
+    room = config.rollout.context_tokens - config.rollout.max_tokens
     if length >= room:
         raise BadInput(
-            f"--examples={config.examples} take {length} tokens, and --context_tokens={config.context_tokens} leaves "
-            f"{room} before an action of --max_tokens={config.max_tokens}: raise it, or give fewer examples"
+            f"--examples={config.agent.examples} take {length} tokens, and "
+            f"--context_tokens={config.rollout.context_tokens} leaves {room} before an action of "
+            f"--max_tokens={config.rollout.max_tokens}: raise it, or give fewer examples"
         )
     saved = {"made_with": made_with, "messages": messages}
     write_atomic(make_folder(folder) / EXAMPLES, json.dumps(saved, indent=1) + "\n")
@@ -448,17 +462,17 @@ def _render_examples(
 
 def _open_speakers(config: Config, model: Model, stack: ExitStack) -> tuple[dict[str, ToolRunner], Engine | None]:
     """Speakers of the roles with the backend "model", the planner's frozen start, and the engine that they share."""
-    names = [name for name, backend in config.roles.items() if backend == "model"]
+    names = [name for name, backend in config.roles.settings().items() if backend == "model"]
     if not names:
         return {}, None
     engine = stack.enter_context(make_engine(model, config, max_recorded_top_k=1))
     speak = frozen_role(
         model.tokenizer,
         engine.generate,
-        max_tokens=config.max_tokens,
-        prompt_tokens=config.context_tokens - config.max_tokens,
+        max_tokens=config.rollout.max_tokens,
+        prompt_tokens=config.rollout.context_tokens - config.rollout.max_tokens,
         top_k=1,
-        deadline=config.turn_seconds,
+        deadline=config.rollout.turn_seconds,
     )
     return dict.fromkeys(names, speak), engine
 
@@ -477,7 +491,7 @@ def _open_endpoint(name: str, backend: str, config: Config, stack: ExitStack) ->
     def complete(**request: Any):
         return server.generate([TextRequest(**request)])[0]
 
-    return endpoint_role(complete, max_tokens=config.max_tokens, deadline=config.turn_seconds)
+    return endpoint_role(complete, max_tokens=config.rollout.max_tokens, deadline=config.rollout.turn_seconds)
 
 
 # Tools --------------------------------------------------------------------------------------------------
@@ -485,20 +499,20 @@ def _open_endpoint(name: str, backend: str, config: Config, stack: ExitStack) ->
 
 def _make_tools(config: Config, sandbox: Sandbox, stack: ExitStack) -> list[Tool]:
     """The tools of --tools, then those of the MCP servers."""
-    limits = Limits(seconds=config.tool_seconds)
+    limits = Limits(seconds=config.agent.tool_seconds)
     builtin: dict[str, Callable[[], Tool]] = {
         "calculator": calculator,
-        "python": lambda: python(sandbox, limits=limits, pure=config.model is None),
-        "search": lambda: search(_corpus(config), top=config.search_top_k),
+        "python": lambda: python(sandbox, limits=limits, pure=config.model.model is None),
+        "search": lambda: search(_corpus(config), top=config.agent.search_top_k),
     }
-    names = [name for name in config.tools.split(",") if name]
+    names = [name for name in config.agent.tools.split(",") if name]
     unknown = [name for name in names if name not in builtin and ":" not in name]
     if unknown:
         raise BadInput(
             f"--tools: {unknown[0]!r} is none of {', '.join(builtin)}, nor MODULE:FUNCTION; servers are named by --mcp"
         )
     tools = [builtin[name]() if name in builtin else make_tool(name) for name in names]
-    for server in config.mcp:
+    for server in config.agent.mcp:
         words = shlex.split(server)
         if not words:
             raise BadInput("--mcp is empty: give the command of an MCP server, or its URL")
@@ -511,12 +525,12 @@ def _make_tools(config: Config, sandbox: Sandbox, stack: ExitStack) -> list[Tool
 
 def _corpus(config: Config) -> Corpus:
     """The documents of the search tool: those of --corpus, of the built-in task set, or of the offline world."""
-    if config.corpus is not None:
-        return read_corpus(config.corpus)
+    if config.agent.corpus is not None:
+        return read_corpus(config.agent.corpus)
     task_set = builtin_task_set(config)
     if task_set is not None and task_set.passages is not None:
         return corpus_of(task_set.passages())
-    if config.model is not None:
+    if config.model.model is not None:
         raise BadInput("the tool search needs --corpus: a .jsonl, .txt or .md file, or a folder of them")
     return corpus_of(offline_tasks.passages())
 
@@ -552,17 +566,17 @@ def _format_trajectory(tokenizer: ChatTokenizer, env: HostEnv, trajectory: Recor
 def algorithm_of(config: TaskConfig, algorithm: Algorithm | None = None) -> Algorithm:
     """This algorithm; or the one that the settings name, with their clip width, KL coefficient and correction."""
     algorithm = algorithm or make_algorithm(
-        config.algorithm,
-        beta=config.beta,
-        clip_high=config.clip_high,
-        correction=Correction(config.correction) if config.correction else None,
-        max_tokens=config.turns * config.max_tokens,
+        config.learner.algorithm,
+        beta=config.learner.beta,
+        clip_high=config.learner.clip_high,
+        correction=Correction(config.learner.correction) if config.learner.correction else None,
+        max_tokens=config.rollout.turns * config.rollout.max_tokens,
     )
     if algorithm.name == "opd":
         raise BadInput("--algorithm=opd needs a teacher, which this run has none of: take another")
     if algorithm.targets is not None:
         raise BadInput(f"--algorithm={algorithm.name} needs a critic, which this run has none of: take another")
-    return newest_segment_only(algorithm) if config.loss_versions == "newest" else algorithm
+    return newest_segment_only(algorithm) if config.learner.loss_versions == "newest" else algorithm
 
 
 def optimizer_of(
@@ -570,10 +584,10 @@ def optimizer_of(
 ) -> optax.GradientTransformation:
     """This optimizer, or the one of the settings with the decay of its learning rate; with loss scaling in float16."""
     if optimizer is None:
-        base = make_base_optimizer(config.optimizer)
-        steps = config.decay_updates * config.mini_batches
-        optimizer = decayed_adamw(config.learning_rate, steps, config.decay_to, base=base)
-    return optimizer_for(config.dtype, optimizer)
+        base = make_base_optimizer(config.learner.optimizer)
+        steps = config.learner.decay_updates * config.learner.mini_batches
+        optimizer = decayed_adamw(config.learner.learning_rate, steps, config.learner.decay_to, base=base)
+    return optimizer_for(config.model.dtype, optimizer)
 
 
 # The recipe ---------------------------------------------------------------------------------------------
@@ -582,7 +596,7 @@ def optimizer_of(
 def print_first_rollouts(setup: HostedSetup) -> None:
     """Print the first prompt, and one trajectory of each of the first tasks."""
     config, tasks = setup.config, training_tasks(setup, 0)[:4]
-    print(f"model {config.model or setup.folder / START}, tools {', '.join(setup.env.tools)}\n")
+    print(f"model {config.model.model or setup.folder / START}, tools {', '.join(setup.env.tools)}\n")
     print(f"{first_prompt(setup.env, setup.model.tokenizer, tasks[0], setup.call_tool)}\n", flush=True)
     print_rollout(setup, tasks)
 
@@ -590,7 +604,7 @@ def print_first_rollouts(setup: HostedSetup) -> None:
 def print_rollout(setup: HostedSetup, tasks: Sequence[Task]) -> None:
     """Roll out one trajectory of each task, and print it with its reward."""
     setup = compile_engines(setup)
-    result = roll_out_tasks(setup, setup.env, tasks, jax.random.key(setup.config.seed), samples=1)
+    result = roll_out_tasks(setup, setup.env, tasks, jax.random.key(setup.config.run.seed), samples=1)
     if setup.progress is not None:
         setup.progress.end()
     for trajectory in result.trajectories:

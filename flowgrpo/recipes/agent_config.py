@@ -6,11 +6,11 @@ model's own frozen weights speak the other roles.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 from flowgrpo.errors import BadInput
-from flowgrpo.training.config import make_config, setting
+from flowgrpo.training.config import Section, make_config, setting
 from flowgrpo.training.names import (
     ACTION_FORMS,
     ALGORITHMS,
@@ -19,7 +19,16 @@ from flowgrpo.training.names import (
     PACKAGED_MODELS,
     TASK_SETS,
 )
-from flowgrpo.training.settings import ChoiceConfig, ChoiceSettings, HostedConfig, HostedSettings
+from flowgrpo.training.settings import (
+    ChosenTasksSection,
+    HostedConfig,
+    HostedRunSection,
+    HostedSettings,
+    LearnerSection,
+    RolloutSection,
+    WarmStartSection,
+    WarmStartSettings,
+)
 
 ROLES = ("executor", "verifier", "generator", "analyst")
 CONTROLS = ("none", "shuffled_rewards")
@@ -36,28 +45,48 @@ def check_role(name: str, backend: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig(HostedConfig, ChoiceConfig):
-    """Settings of a run on tasks that a reward judges, whatever agent answers them."""
+class TaskRunSection(HostedRunSection):
+    """How long a run is, what it records, and its control experiment."""
 
-    updates: int = setting(50, "Number of RL updates.", "Sizes", at_least=0, may_change=True)
-    learning_rate: float = setting(5e-4, "Learning rate of RL.", "Learning", at_least=0.0)
-    mini_batches: int = setting(4, "Number of gradient steps per update.", "Learning", at_least=1)
-    temperature: float = setting(0.8, "Sampling temperature of the planner; 0: greedy.", "Sampling", at_least=0.0)
+    control: str = setting(
+        "none", "Control experiment: none, or shuffle the rewards within each group.", "Run", choices=CONTROLS
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardedTasksSection(ChosenTasksSection):
+    """Tasks, how they are chosen, and what judges their answers."""
+
     reward: str | None = setting(
         None,
         "Reward of all tasks as MODULE:FUNCTION, a function (task, answer) -> fg.RewardResult or an fg.Reward; none: "
         "the reward of each task's domain.",
         "Run",
     )
-    algorithm: str = setting("flow_grpo", "Algorithm.", "Run", choices=ALGORITHMS)
-    control: str = setting(
-        "none", "Control experiment: none, or shuffle the rewards within each group.", "Run", choices=CONTROLS
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineTasksSection(RewardedTasksSection):
+    """Tasks as above, or without a file those that are made here."""
+
     domains: str = setting(",".join(OFFLINE_DOMAINS), "Domains of the offline tasks, separated by commas.", "Agents")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnsSection(RolloutSection):
+    """Rollouts of several turns."""
+
     turns: int = setting(4, "Maximum number of planner turns per trajectory in training.", "Sizes", at_least=1)
     eval_turns: int = setting(
         4, "Maximum number of planner turns per trajectory in evaluations.", "Sizes", at_least=1, was="exam_turns"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmSection(LearnerSection):
+    """The algorithm, its correction of stale tokens, and the decay of its learning rate."""
+
+    algorithm: str = setting("flow_grpo", "Algorithm.", "Run", choices=ALGORITHMS)
     decay_to: float = setting(
         0.2,
         "Fraction of the learning rate that is left after decay_updates; 1: constant.",
@@ -68,8 +97,6 @@ class TaskConfig(HostedConfig, ChoiceConfig):
     )
     # Not `updates`, so that a run that is resumed with more updates equals one that had them from the start.
     decay_updates: int = setting(50, "Number of updates over which the learning rate decays.", "Learning", at_least=1)
-    warm_steps: int = setting(800, "Maximum number of imitation steps before RL; 0: none.", "Learning", at_least=0)
-    demonstrations: int = setting(8000, "Number of tasks with a demonstration to imitate.", "Learning", at_least=0)
     correction: float = setting(
         0.0,
         "Cap of the importance weight pi_old / pi_sampled for tokens of older weights or another engine; 0: no "
@@ -77,6 +104,26 @@ class TaskConfig(HostedConfig, ChoiceConfig):
         "Learning",
         at_least=0.0,
     )
+    loss_versions: str = setting(
+        "all",
+        "Tokens in the loss: all, or only those of the newest weights in a trajectory.",
+        None,
+        choices=("all", "newest"),
+        was="learn_from",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemonstrationsSection(WarmStartSection):
+    """Imitation of demonstrations before reinforcement learning."""
+
+    demonstrations: int = setting(8000, "Number of tasks with a demonstration to imitate.", "Learning", at_least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSection(Section):
+    """A server that samples instead of this process."""
+
     sampling_server: str | None = setting(
         None,
         "Server that samples instead of this process, as URL#MODEL: token ids in, ids and log-probabilities out.",
@@ -96,13 +143,6 @@ class TaskConfig(HostedConfig, ChoiceConfig):
         "Devices and memory",
         was="served_folder",
     )
-    loss_versions: str = setting(
-        "all",
-        "Tokens in the loss: all, or only those of the newest weights in a trajectory.",
-        None,
-        choices=("all", "newest"),
-        was="learn_from",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,30 +151,90 @@ class TaskConfig(HostedConfig, ChoiceConfig):
         url, _, model = self.sampling_server.partition("#")
         if "://" not in url or not model:
             raise BadInput(f"--sampling_server={self.sampling_server} must be a server and its model, as URL#MODEL")
-        if self.lora_rank or self.offload != "none":
-            raise BadInput("--sampling_server takes whole weights from the device: leave out --lora_rank and --offload")
-
-
-class TaskSettings(HostedSettings, ChoiceSettings, total=False):
-    """Settings of a run on tasks, but for `model`, `tasks` and `reward`, as keyword arguments."""
-
-    algorithm: str
-    domains: str
-    turns: int
-    eval_turns: int
-    decay_to: float
-    decay_updates: int
-    demonstrations: int
-    correction: float
-    sampling_server: str | None
-    weight_transfer: str
-    weight_folder: str | None
-    loss_versions: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TaskConfig):
-    """Settings of a run on the agent system; the defaults are those of the offline run, see `preset`."""
+class TaskConfig(HostedConfig):
+    """Sections of every run on tasks that a reward judges, whatever agent answers them."""
+
+    run: TaskRunSection
+    tasks: RewardedTasksSection
+    rollout: TurnsSection
+    learner: AlgorithmSection
+    server: ServerSection
+
+    def __post_init__(self) -> None:
+        if self.tasks.prompts == "curriculum":
+            # Resolved here, so that a run that is resumed with more updates keeps its curriculum.
+            updates = self.tasks.curriculum_updates or max(self.run.updates, 1)
+            object.__setattr__(self, "tasks", replace(self.tasks, curriculum_updates=updates))
+        if self.server.sampling_server is not None and (self.model.lora_rank or self.devices.offload != "none"):
+            raise BadInput("--sampling_server takes whole weights from the device: leave out --lora_rank and --offload")
+
+    @classmethod
+    def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults of a small model that is made here."""
+        return super().defaults(chosen) | {
+            "updates": 50,
+            "learning_rate": 5e-4,
+            "mini_batches": 4,
+            "temperature": 0.8,
+        }
+
+
+class TaskSettings(HostedSettings, total=False):
+    """Settings of a run on tasks, but for `model`, `tasks` and `reward`, as keyword arguments."""
+
+    prompts: str
+    difficulty: str | None
+    curriculum_updates: int | None
+    turns: int
+    eval_turns: int
+    algorithm: str
+    decay_to: float
+    decay_updates: int
+    correction: float
+    loss_versions: str
+    sampling_server: str | None
+    weight_transfer: str
+    weight_folder: str | None
+
+
+class OfflineSettings(TaskSettings, WarmStartSettings, total=False):
+    """Settings of a run on tasks that may be made here, with a warm start, as keyword arguments."""
+
+    domains: str
+    demonstrations: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineConfig(TaskConfig):
+    """Sections of a run whose model and tasks may be made here: the model then imitates a script."""
+
+    tasks: OfflineTasksSection
+    warm_start: DemonstrationsSection
+
+    @classmethod
+    def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults of a small model that is made here, and imitates."""
+        return super().defaults(chosen) | {"warm_steps": 800}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderingSection(TurnsSection):
+    """Rollouts of several turns, whose contexts may be rendered in two ways."""
+
+    rendering: str = setting(
+        "append",
+        "Contexts of a trajectory: fresh (each turn's context is rendered anew), or append (one growing conversation).",
+        "Agents",
+        choices=("fresh", "append"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSection(Section):
+    """The planner's prompt, its tools and its memory."""
 
     corpus: str | None = setting(
         None, "Documents of the search tool: a .jsonl, .txt or .md file, or a folder of them.", "Run"
@@ -163,6 +263,33 @@ class Config(TaskConfig):
         "them: contexts become short, and training cheap.",
         "Agents",
     )
+    instructions: str = setting(
+        "", "Instructions in the planner's prompt, after those of the form of its actions.", "Agents"
+    )
+    memory_tokens: int = setting(200, "Maximum number of tokens of the planner's memory.", "Sizes", at_least=1)
+    search_top_k: int = setting(1, "Number of passages that a search returns.", "Sizes", at_least=1, was="passages")
+    tool_seconds: float = setting(10.0, "Timeout of a tool call in seconds.", "Sampling", at_least=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesSection(Section):
+    """Backends of the roles beside the planner."""
+
+    executor: str = setting("rule", f"Backend of the executor: {ROLE_BACKENDS}.", "Agents")
+    verifier: str = setting("rule", f"Backend of the verifier: {ROLE_BACKENDS}.", "Agents")
+    generator: str = setting("rule", f"Backend of the generator: {ROLE_BACKENDS}.", "Agents")
+    analyst: str = setting("none", "Backend of the analyst: model, none, or URL#MODEL.", "Agents")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, backend in self.settings().items():
+            check_role(name, backend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswersSection(DemonstrationsSection):
+    """Imitation before reinforcement learning: of an expert, of own answers, or of another model's."""
+
     warm_start: str = setting(
         "none",
         "Demonstrations that a given model imitates before RL: none, expert (the steps in the tasks), own (its own "
@@ -172,49 +299,44 @@ class Config(TaskConfig):
     warm_temperature: float = setting(
         1.0, "Sampling temperature of the answers that a warm start imitates.", "Sampling", at_least=0.0
     )
-    instructions: str = setting(
-        "", "Instructions in the planner's prompt, after those of the form of its actions.", "Agents"
-    )
-    rendering: str = setting(
-        "append",
-        "Contexts of a trajectory: fresh (each turn's context is rendered anew), or append (one growing conversation).",
-        "Agents",
-        choices=("fresh", "append"),
-    )
-    executor: str = setting("rule", f"Backend of the executor: {ROLE_BACKENDS}.", "Agents")
-    verifier: str = setting("rule", f"Backend of the verifier: {ROLE_BACKENDS}.", "Agents")
-    generator: str = setting("rule", f"Backend of the generator: {ROLE_BACKENDS}.", "Agents")
-    analyst: str = setting("none", "Backend of the analyst: model, none, or URL#MODEL.", "Agents")
-    memory_tokens: int = setting(200, "Maximum number of tokens of the planner's memory.", "Sizes", at_least=1)
-    search_top_k: int = setting(1, "Number of passages that a search returns.", "Sizes", at_least=1, was="passages")
-    tool_seconds: float = setting(10.0, "Timeout of a tool call in seconds.", "Sampling", at_least=0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(OfflineConfig):
+    """Settings of a run on the agent system; `preset` has those that fit a model and its tasks."""
+
+    rollout: RenderingSection
+    warm_start: AnswersSection
+    agent: AgentSection
+    roles: RolesSection
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, backend in self.roles.items():
-            check_role(name, backend)
-        if self.actions != "lines" and self.rendering != "append":
+        agent, warm_start = self.agent, self.warm_start
+        if agent.actions != "lines" and self.rollout.rendering != "append":
             raise BadInput(
-                f"--actions={self.actions} makes a conversation of calls and answers: give --rendering=append"
+                f"--actions={agent.actions} makes a conversation of calls and answers: give --rendering=append"
             )
-        if self.warm_start != "none" and self.model is None:
-            raise BadInput(f"--warm_start={self.warm_start} needs --model: the small model here imitates a script")
-        if self.warm_start != "none" and not (self.warm_steps and self.demonstrations):
-            raise BadInput(f"--warm_start={self.warm_start} needs --warm_steps and --demonstrations, of which one is 0")
-        if self.drop_examples and self.warm_start in KEEP_EXAMPLES:
+        imitated = warm_start.warm_start
+        if imitated != "none" and self.model.model is None:
+            raise BadInput(f"--warm_start={imitated} needs --model: the small model here imitates a script")
+        if imitated != "none" and not (warm_start.warm_steps and warm_start.demonstrations):
+            raise BadInput(f"--warm_start={imitated} needs --warm_steps and --demonstrations, of which one is 0")
+        if agent.drop_examples and imitated in KEEP_EXAMPLES:
             raise BadInput(
                 "--drop_examples needs a warm start on answers sampled with them: give --warm_start=own, too"
             )
-        if self.examples == BUILTIN_EXAMPLES and self.tasks not in TASK_SETS:
+        if agent.examples == BUILTIN_EXAMPLES and self.tasks.tasks not in TASK_SETS:
             known = ", ".join(TASK_SETS)
-            raise BadInput(f"--examples=tasks needs --tasks={known}, not {self.tasks}: give a file of examples")
+            raise BadInput(f"--examples=tasks needs --tasks={known}, not {self.tasks.tasks}: give a file of examples")
 
     @classmethod
     def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """Defaults of the offline run; with a model those of the paper, or of a small model on a built-in task set."""
+        defaults = super().defaults(chosen)
         if not chosen.get("model"):
-            return super().defaults(chosen)
-        defaults = super().defaults(chosen) | PAPER | {"chat_template": BASE_TEMPLATES.get(chosen["model"])}
+            return defaults
+        defaults |= PAPER | {"chat_template": BASE_TEMPLATES.get(chosen["model"])}
         if (tasks := chosen.get("tasks")) in TASK_SETS:
             # How a planner learns the form of an action. An expert's demonstrations need no examples in the prompt, and
             # many of them are cheap, above all of one-turn tasks; sampled answers are sampled with examples, and
@@ -230,16 +352,9 @@ class Config(TaskConfig):
             return defaults | SMALL | {"tools": TASK_SETS[tasks], **ONE_TURN.get(tasks, {}), **warm}
         return defaults | SMALL if chosen["model"] in PACKAGED_MODELS else defaults
 
-    @property
-    def roles(self) -> dict[str, str]:
-        """Backend of each role beside the planner."""
-        return {
-            "executor": self.executor,
-            "verifier": self.verifier,
-            "generator": self.generator,
-            "analyst": self.analyst,
-        }
 
+# With a model nothing is made here.
+GIVEN: dict[str, Any] = {"warm_steps": 0, "demonstrations": 0, "domains": ""}
 
 # With a model: those settings of the paper (AgentFlow, arXiv:2510.05592) that every agent has.
 LARGE: dict[str, Any] = {
@@ -259,24 +374,25 @@ LARGE: dict[str, Any] = {
     "test_tasks": 256,
     "dtype": "bfloat16",
     "remat": True,
-    "warm_steps": 0,
-    "demonstrations": 0,
     "prefill_chunk": 256,
     "decode_steps": 16,
     "turn_seconds": 300.0,
     "group_seconds": 1800.0,
     "recorded_groups": 1,
-    "domains": "",
 }
-PAPER: dict[str, Any] = LARGE | {
-    "turns": 3,
-    "eval_turns": 10,
-    "memory_tokens": 4096,
-    "rendering": "fresh",
-    **dict.fromkeys(ROLES, "model"),
-    "search_top_k": 3,
-    "tool_seconds": 30.0,
-}
+PAPER: dict[str, Any] = (
+    LARGE
+    | GIVEN
+    | {
+        "turns": 3,
+        "eval_turns": 10,
+        "memory_tokens": 4096,
+        "rendering": "fresh",
+        **dict.fromkeys(ROLES, "model"),
+        "search_top_k": 3,
+        "tool_seconds": 30.0,
+    }
+)
 
 # A pretrained model of some hundred million parameters on a CPU.
 SMALL: dict[str, Any] = {
@@ -327,7 +443,7 @@ ONE_TURN: dict[str, dict[str, Any]] = {
 }
 
 
-class Settings(TaskSettings, total=False):
+class Settings(OfflineSettings, total=False):
     """Settings of a run on the agent system, but for `model`, as keyword arguments of `preset`."""
 
     tasks: str | None

@@ -36,6 +36,7 @@ from flowgrpo.training.language_model import (
     roll_out_tasks,
     write_trajectories,
 )
+from flowgrpo.training.settings import WarmStartSection
 from flowgrpo.training.warm_start import WarmStart, no_warm_start
 from flowgrpo.types import BadInput, Trajectory
 
@@ -61,10 +62,10 @@ def make_warm_start(
         schemas: of the tools.
     """
     env, tokenizer = setup.env, setup.model.tokenizer
-    if config.warm_start == "none":
+    if config.warm_start.warm_start == "none":
         return no_warm_start(setup.planner.params)
-    if config.warm_start == "expert":
-        tasks = setup.tasks("train", FIRST_TASK, config.demonstrations)
+    if config.warm_start.warm_start == "expert":
+        tasks = setup.tasks("train", FIRST_TASK, config.warm_start.demonstrations)
         solved = [task for task in tasks if {"steps", "final"} <= task.metadata.keys()]
         if 0 < len(solved) < len(tasks):
             logging.getLogger(__name__).warning(
@@ -73,47 +74,49 @@ def make_warm_start(
             )
         expert = partial(scripted_actions, form=form, schemas=schemas)
         demonstrations = demonstrate(env, solved or tasks, expert, tokenizer=tokenizer, call_tool=setup.call_tool)
-        return imitate_demonstrations(setup, demonstrations)
-    if config.warm_start == "own":
+        return imitate_demonstrations(setup, demonstrations, config.warm_start)
+    if config.warm_start.warm_start == "own":
         setup.engine.update_weights(setup.planner.to_engine(setup.planner.params), 0)
-        answers = _right_answers(setup._replace(env=make_env(tokenizer, turns=config.turns)), config)
+        answers = _right_answers(setup._replace(env=make_env(tokenizer, turns=config.rollout.turns)), config)
         actions = [[turn.tokens[turn.chosen].tolist() for turn in trajectory.turns] for trajectory in answers]
     else:  # the other model may have another tokenizer: its actions are encoded again by the planner's
-        teacher = load_model(config.warm_start, dtype=config.dtype)
+        teacher = load_model(config.warm_start.warm_start, dtype=config.model.dtype)
         with make_engine(teacher, config) as engine:
-            sampling = setup._replace(engine=engine, env=make_env(teacher.tokenizer, turns=config.turns), model=teacher)
+            sampling = setup._replace(
+                engine=engine, env=make_env(teacher.tokenizer, turns=config.rollout.turns), model=teacher
+            )
             answers = _right_answers(compile_engines(sampling), config)
         actions = [action_texts(trajectory, teacher.tokenizer, tokenizer) for trajectory in answers]
     demonstrations = [
         imitate_recorded(env, tokenizer, trajectory, own_actions, group=trajectory.group)
         for trajectory, own_actions in zip(answers, actions, strict=True)
     ]
-    return imitate_demonstrations(setup, demonstrations)
+    return imitate_demonstrations(setup, demonstrations, config.warm_start)
 
 
 def _right_answers(setup: HostedSetup, config: Config) -> list[RecordedTrajectory]:
     """Right trajectories of the setup's engine, only those without an error if there are any."""
-    sampled = _sample(setup._replace(config=replace(config, temperature=config.warm_temperature)), config)
+    sampled = _sample(setup._replace(config=config.replace(temperature=config.warm_start.warm_temperature)), config)
     right = [trajectory for trajectory in sampled if trajectory.correct]
     if not right:
         raise BadInput(
-            f"--warm_start={config.warm_start}: none of {len(sampled)} trajectories came to a right answer, so there "
-            f"is nothing to imitate; it said {quote_actions(sampled, setup.model.tokenizer)}. Give --examples, more "
-            "--demonstrations or easier --tasks, or take --warm_start=expert where tasks have steps"
+            f"--warm_start={config.warm_start.warm_start}: none of {len(sampled)} trajectories came to a right answer, "
+            f"so there is nothing to imitate; it said {quote_actions(sampled, setup.model.tokenizer)}. Give "
+            "--examples, more --demonstrations or easier --tasks, or take --warm_start=expert where tasks have steps"
         )
     return [trajectory for trajectory in right if not any(trajectory.errors)] or right
 
 
 def _sample(setup: HostedSetup, config: Config) -> list[RecordedTrajectory]:
-    """Sample each demonstrated task `config.samples` times; written after every slice of tasks, to be resumed there."""
-    path, slice_size = setup.folder / SAMPLED, max(WAVES * config.slots // config.samples, 1)
+    """Sample each demonstrated task `samples` times; written after every slice of tasks, to be resumed there."""
+    path, slice_size = setup.folder / SAMPLED, max(WAVES * config.devices.slots // config.rollout.samples, 1)
     sampled = [from_json(line) for line in path.read_text().splitlines()] if path.exists() else []
-    while (first := len(sampled) // config.samples) < config.demonstrations:
-        tasks = setup.tasks("train", FIRST_TASK + first, min(slice_size, config.demonstrations - first))
-        key = jax.random.fold_in(jax.random.key(config.seed), first)
-        stage = f"warm start, tasks {first + 1} to {first + len(tasks)} of {config.demonstrations}"
+    while (first := len(sampled) // config.rollout.samples) < config.warm_start.demonstrations:
+        tasks = setup.tasks("train", FIRST_TASK + first, min(slice_size, config.warm_start.demonstrations - first))
+        key = jax.random.fold_in(jax.random.key(config.run.seed), first)
+        stage = f"warm start, tasks {first + 1} to {first + len(tasks)} of {config.warm_start.demonstrations}"
         with record_effects(setup, f"warm-start-{first}"):
-            result = roll_out_tasks(setup, setup.env, tasks, key, samples=config.samples, stage=stage)
+            result = roll_out_tasks(setup, setup.env, tasks, key, samples=config.rollout.samples, stage=stage)
         sampled += [replace(trajectory, group=first + trajectory.group) for trajectory in result.trajectories]
         write_trajectories(path, sampled)
     return sampled
@@ -136,16 +139,16 @@ def check_format_followed(trajectories: Sequence[RecordedTrajectory], *, text: C
     compliance = format_compliance(trajectories).get("format_compliance")
     if compliance is None or compliance > 0:
         return
-    if config.examples == "none":
+    if config.agent.examples == "none":
         fixes = ["--examples=tasks or a file of worked examples"]
     else:
-        fixes = ["--nodrop_examples" if config.drop_examples else "more --examples"]
-    fixes += ["--warm_start=expert or a model that can"] if config.warm_start == "none" else []
-    fixes += [f"another form of --actions than {config.actions}", "a larger --max_tokens", "a larger model"]
+        fixes = ["--nodrop_examples" if config.agent.drop_examples else "more --examples"]
+    fixes += ["--warm_start=expert or a model that can"] if config.warm_start.warm_start == "none" else []
+    fixes += [f"another form of --actions than {config.agent.actions}", "a larger --max_tokens", "a larger model"]
     count = sum(len(trajectory.turns) for trajectory in trajectories)
     raise BadInput(
-        f"{config.model} wrote none of the {count} actions of the first rollout in "
-        f"the form of --actions={config.actions}; it said {quote_actions(trajectories, text)}. Try {', '.join(fixes)}"
+        f"{config.model.model} wrote none of the {count} actions of the first rollout in the form of "
+        f"--actions={config.agent.actions}; it said {quote_actions(trajectories, text)}. Try {', '.join(fixes)}"
     )
 
 
@@ -155,7 +158,9 @@ def quote_actions(trajectories: Sequence[RecordedTrajectory], tokenizer: ChatTok
     return "; ".join(repr(tokenizer.decode_action(turn.tokens[turn.chosen])[0])[:120] for turn in turns[:QUOTED])
 
 
-def imitate_demonstrations(setup: HostedSetup, demonstrations: Sequence[Trajectory]) -> WarmStart:
+def imitate_demonstrations(
+    setup: HostedSetup, demonstrations: Sequence[Trajectory], settings: WarmStartSection
+) -> WarmStart:
     """The imitation of demonstrations by a planner; those of one task in ten are for validation."""
     config, planner = setup.config, setup.planner
     splits: dict[str, list[Trajectory]] = {"train": [], "validation": []}
@@ -167,16 +172,17 @@ def imitate_demonstrations(setup: HostedSetup, demonstrations: Sequence[Trajecto
         raise BadInput(f"there are demonstrations of {len(tasks)} tasks: give more by --demonstrations, two at least")
     shares = planner.policy.hidden_tree is not None  # rows that are trees contain a common prefix once
     rows = {
-        name: packed_imitation(split, row_length=config.context_tokens, use_trees=shares)
+        name: packed_imitation(split, row_length=config.rollout.context_tokens, use_trees=shares)
         for name, split in splits.items()
     }
     return imitation_warm_start(
         rows,
         setup.model._replace(policy=planner.policy, params=planner.params),
-        config,
+        settings,
+        seed=config.run.seed,
         patience=PATIENCE,
-        optimizer=adamw(config.warm_rate, warmup_steps=5, decay_steps=config.warm_steps),
+        optimizer=adamw(settings.warm_rate, warmup_steps=5, decay_steps=settings.warm_steps),
         trainable=planner.trainable,
-        every=max(config.warm_steps // VALIDATIONS, 1),
-        micro_rows=config.micro_rows,
+        every=max(settings.warm_steps // VALIDATIONS, 1),
+        micro_rows=config.learner.micro_rows,
     )

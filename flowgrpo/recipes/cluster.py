@@ -9,7 +9,6 @@ trainers are those of `cluster_trainer`. So the run is the same, wherever its pa
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,11 +75,13 @@ def make_worker(
         rank = int(name.rpartition("-")[2])
         make = partial(ClusterTrainer, config, folder, every, rank=rank, loggers=loggers)
     elif pool == ROLLOUT:
-        alone = replace(config, mesh=None, trainer_workers=1)
+        alone = config.replace(mesh=None, trainer_workers=1)
         make = partial(RolloutWorker, partial(build_rollout_functions, alone, folder))
     else:
         make = partial(RewardWorker, partial(agent.build_reward, config))
-    one_thread = pool == TRAIN and config.trainer_workers > 1  # each is one device, as in a process with several
+    one_thread = (
+        pool == TRAIN and config.cluster.trainer_workers > 1
+    )  # each is one device, as in a process with several
     return partial(_configure_and_make, make, launch_settings, one_thread=one_thread)
 
 
@@ -99,7 +100,7 @@ def _configure_and_make(make: Callable[[], Any], launch_settings: LaunchSettings
 @contextmanager
 def build_rollout_functions(config: Config, folder: Path) -> Iterator[RolloutFunctions]:
     """The functions of a rollout worker, over an engine of its own."""
-    judges = config.judges()
+    judges = config.cluster.judges()
 
     def pool(rollout_slice: RolloutSlice) -> str:
         """The reward workers of the slice's domain, or else those of all others."""
@@ -158,7 +159,7 @@ def _roll_out_evaluation(
 ) -> RolloutSlice:
     """Roll out some tasks of an evaluation, with the keys that a single process would use."""
     split = job.kind.partition("-")[0]
-    count = setup.config.validation_tasks if split == "validation" else setup.config.test_tasks
+    count = setup.config.evaluation.validation_tasks if split == "validation" else setup.config.evaluation.test_tasks
     keys = jax.random.split(eval_key(setup, split), count)
     tasks = [setup.tasks(split, number, 1)[0] for number in job.indices]
     rollout = make_hosted_rollout(setup, setup.eval_env, call_tool=setup.call_tool, reward=None, concurrency=limit)
@@ -220,24 +221,24 @@ class ClusterRecipe(Recipe[Config, HostedSetup]):
         if not resume:
             delete_run(path)
         settings = ClusterSettings(
-            rollout_workers=config.rollout_workers,
-            reward_workers={pool_of(domain): count for domain, count in config.judges().items()},
-            trainer_workers=config.trainer_workers,
-            worker_capacity=config.worker_capacity,
-            validation_tasks=config.validation_tasks,
-            test_tasks=config.test_tasks,
-            judge_seconds=config.judge_seconds,
-            silent_seconds=config.silent_seconds,
-            watch_seconds=config.watch_seconds,
+            rollout_workers=config.cluster.rollout_workers,
+            reward_workers={pool_of(domain): count for domain, count in config.cluster.judges().items()},
+            trainer_workers=config.cluster.trainer_workers,
+            worker_capacity=config.cluster.worker_capacity,
+            validation_tasks=config.evaluation.validation_tasks,
+            test_tasks=config.evaluation.test_tasks,
+            judge_seconds=config.cluster.judge_seconds,
+            silent_seconds=config.cluster.silent_seconds,
+            watch_seconds=config.run.watch_seconds,
             time_budget=budget,
         )
         make = partial(
             make_worker, config=config, folder=path, every=every, launch_settings=launch_settings, loggers=loggers
         )
         choose_task: Callable[[SuccessRates, int], int] | None = None  # as in a single process
-        if config.prompts == "hard":
+        if config.tasks.prompts == "hard":
             num_tasks = len(source.train())
-            choose_task = lambda rates, group: sample_task(rates, config.seed, group, num_tasks)  # noqa: E731
+            choose_task = lambda rates, group: sample_task(rates, config.run.seed, group, num_tasks)  # noqa: E731
         with nullcontext(backend) if backend is not None else RayBackend(None) as workers:
             return Master(workers, plan, settings, make, path, choose_task=choose_task, on_iteration=on_iteration).run()
 

@@ -1,12 +1,12 @@
 """Settings of a cluster that trains the agent system, and the schedule that they mean."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from flowgrpo.errors import BadInput
 from flowgrpo.recipes import agent_config
-from flowgrpo.training.config import make_config, setting
+from flowgrpo.training.config import Section, make_config, setting
 
 if TYPE_CHECKING:
     from flowgrpo.distributed.schedule import Plan
@@ -22,8 +22,27 @@ SYNC = {"correction": 0.0}  # no token is stale
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(agent_config.Config):
-    """Settings of the agent system, the schedule and the processes, most of which change no bit of a run."""
+class StaleLearnerSection(agent_config.AlgorithmSection):
+    """The algorithm, with a correction for tokens that older weights sampled."""
+
+    correction: float = setting(
+        2.0,
+        "Cap of the importance weight pi_old / pi_sampled for stale tokens; 0: no correction.",
+        "Learning",
+        at_least=0.0,
+    )
+    loss_versions: str = setting(
+        "all",
+        "Tokens in the loss: all, or only those of the newest weights in a trajectory.",
+        "Learning",
+        choices=("all", "newest"),
+        was="learn_from",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSection(Section):
+    """The schedule and the processes."""
 
     schedule: str = setting(
         "sync",
@@ -70,37 +89,10 @@ class Config(agent_config.Config):
         at_least=1.0,
         may_change=True,
     )
-    correction: float = setting(
-        2.0,
-        "Cap of the importance weight pi_old / pi_sampled for stale tokens; 0: no correction.",
-        "Learning",
-        at_least=0.0,
-    )
-    loss_versions: str = setting(
-        "all",
-        "Tokens in the loss: all, or only those of the newest weights in a trajectory.",
-        "Learning",
-        choices=("all", "newest"),
-        was="learn_from",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.schedule == "sync":
-            object.__setattr__(self, "correction", SYNC["correction"])
-        if self.trainer_workers > 1 and self.mesh != f"data={self.trainer_workers}":
-            raise BadInput(
-                f"--trainer_workers={self.trainer_workers} shards rows over processes that each hold all parameters: "
-                f"give --mesh=data={self.trainer_workers}"
-            )
         self.judges()
-        schedule_of(self)
-
-    @classmethod
-    def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Defaults of the agent system, with those of the schedule."""
-        defaults = super().defaults(chosen)
-        return defaults | (SYNC if chosen.get("schedule", defaults["schedule"]) == "sync" else {})
 
     def judges(self) -> dict[str, int]:
         """Number of reward workers of each domain."""
@@ -111,6 +103,32 @@ class Config(agent_config.Config):
                 raise BadInput(f"--reward_workers: {part!r} should be DOMAIN=COUNT, such as {ANY}=2")
             counts[domain] = int(count)
         return counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(agent_config.Config):
+    """Settings of the agent system, the schedule and the processes, most of which change no bit of a run."""
+
+    learner: StaleLearnerSection
+    cluster: ClusterSection
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cluster.schedule == "sync":
+            object.__setattr__(self, "learner", replace(self.learner, **SYNC))
+        workers = self.cluster.trainer_workers
+        if workers > 1 and self.devices.mesh != f"data={workers}":
+            raise BadInput(
+                f"--trainer_workers={workers} shards rows over processes that each hold all parameters: "
+                f"give --mesh=data={workers}"
+            )
+        schedule_of(self)
+
+    @classmethod
+    def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults of the agent system, with those of the schedule."""
+        defaults = super().defaults(chosen)
+        return defaults | (SYNC if chosen.get("schedule", defaults["schedule"]) == "sync" else {})
 
 
 class Settings(agent_config.Settings, total=False):
@@ -137,15 +155,15 @@ def schedule_of(config: Config) -> "Plan":
     """The schedule that these settings describe."""
     from flowgrpo.distributed import schedule  # imports JAX, which flags should not wait for
 
-    name, groups, updates = config.schedule, config.queries, config.updates
+    cluster, groups, updates = config.cluster, config.rollout.queries, config.run.updates
     for setting_name in ("staleness", "segment_tokens", "extra_groups"):
-        if getattr(config, setting_name) is not None and setting_name not in SCHEDULE_SETTINGS[name]:
-            raise BadInput(f"--{setting_name} means nothing to --schedule={name}: leave it out")
-    chosen = {"staleness": config.staleness, "budget": config.segment_tokens, "spare": config.extra_groups}
+        if getattr(cluster, setting_name) is not None and setting_name not in SCHEDULE_SETTINGS[cluster.schedule]:
+            raise BadInput(f"--{setting_name} means nothing to --schedule={cluster.schedule}: leave it out")
+    chosen = {"staleness": cluster.staleness, "budget": cluster.segment_tokens, "spare": cluster.extra_groups}
     limits: dict[str, int] = {limit: value for limit, value in chosen.items() if value is not None}
-    if name == "partial":
-        if config.segment_tokens is None:
+    if cluster.schedule == "partial":
+        if cluster.segment_tokens is None:
             raise BadInput("--schedule=partial needs --segment_tokens: the length of a segment")
         return schedule.partial_rollouts(groups, updates, **{"spare": groups} | limits)
     schedules = {"sync": schedule.synchronous, "one_step_off": schedule.one_step_off, "async": schedule.asynchronous}
-    return schedules[name](groups, updates, **limits)
+    return schedules[cluster.schedule](groups, updates, **limits)

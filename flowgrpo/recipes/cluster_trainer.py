@@ -96,8 +96,8 @@ class ClusterTrainer:
 
     def join_group(self, address: str) -> None:
         """Join the group of trainers, if there are several."""
-        if self._config.trainer_workers > 1:
-            launch.join(address, self._config.trainer_workers, self._rank)
+        if self._config.cluster.trainer_workers > 1:
+            launch.join(address, self._config.cluster.trainer_workers, self._rank)
             multihost_utils.sync_global_devices("all have joined")  # at once, since their timeout is short
 
     def build(self) -> None:
@@ -250,7 +250,7 @@ def replay_run(folder: Path, config: Config, plan: schedule.Plan) -> dict[str, A
     events = replay_schedule(folder / "events.jsonl", plan)
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / START).symlink_to((folder / START).absolute())
-        trainer = ClusterTrainer(replace(config, trainer_workers=1), Path(scratch), every=10**9)
+        trainer = ClusterTrainer(config.replace(trainer_workers=1), Path(scratch), every=10**9)
         trainer.build()
         trainer.start()
         for path in batches:

@@ -40,19 +40,19 @@ def parse_memory(text: str, flag: str = "--memory") -> float:
 
 def hosted_workload(config: Config) -> Workload:
     """The largest possible update and decoding of a hosted run."""
-    turns = 1 if config.rendering == "append" else config.turns
-    masters = has_master_weights(config)
+    turns = 1 if config.rollout.rendering == "append" else config.rollout.turns
+    masters = has_master_weights(config.model)
     return Workload(
-        rows=config.queries * config.samples * turns,
-        length=config.context_tokens,
-        micro_rows=config.micro_rows,
-        mini_batches=config.mini_batches,
-        slots=config.slots,
-        prompt=config.context_tokens - config.max_tokens,
-        steps=config.decode_steps,
-        remat=config.remat,
-        dtype="float32" if masters else config.dtype,
-        compute_dtype=config.dtype if masters else None,
+        rows=config.rollout.queries * config.rollout.samples * turns,
+        length=config.rollout.context_tokens,
+        micro_rows=config.learner.micro_rows,
+        mini_batches=config.learner.mini_batches,
+        slots=config.devices.slots,
+        prompt=config.rollout.context_tokens - config.rollout.max_tokens,
+        steps=config.devices.decode_steps,
+        remat=config.model.remat,
+        dtype="float32" if masters else config.model.dtype,
+        compute_dtype=config.model.dtype if masters else None,
     )
 
 
@@ -64,9 +64,9 @@ def hosted_programs(
     target: Target | None = None,
 ) -> list[ProgramCost]:
     """Compile the programs of a hosted run with a model of this shape; its engine decodes on one device."""
-    mesh = None if config.mesh is None else resolve_mesh(config.mesh)
-    if config.mesh is not None and target is not None:
-        mesh = make_mesh(parse_mesh(config.mesh, target.count), target_devices(target))
+    mesh = None if config.devices.mesh is None else resolve_mesh(config.devices.mesh)
+    if config.devices.mesh is not None and target is not None:
+        mesh = make_mesh(parse_mesh(config.devices.mesh, target.count), target_devices(target))
     case = make_case(
         decoder,
         hosted_workload(config),
@@ -74,8 +74,8 @@ def hosted_programs(
         optimizer,
         gathers=True,
         mesh=mesh,
-        lora=lora_of(config),
-        quantised=frozen_base_dtype(config),
+        lora=lora_of(config.model),
+        quantised=frozen_base_dtype(config.model),
         target=target,
     )
     return dry_run(case)

@@ -25,7 +25,7 @@ from flowgrpo.models.attention_kernels import get_kernel
 from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model, load_model, save_model
 from flowgrpo.models.trainable import cast
-from flowgrpo.recipes.finetune_config import Config
+from flowgrpo.recipes.finetune_config import Config, DataSection, preset
 from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, Recipe, plain_build
 from flowgrpo.training.checkpoints import params_sha256
 from flowgrpo.training.next_steps import closing_message, command, list_contents
@@ -62,31 +62,31 @@ class Method(NamedTuple):
     make_functions: Callable[..., tuple]  # (config, model, optimizer, held-out batches) -> (step, evaluate)
 
 
-def split_examples(config: Config, examples: Sequence[Any]) -> ExampleSplit:
+def split_examples(data: DataSection, examples: Sequence[Any], *, seed: int) -> ExampleSplit:
     """Split examples into training and held-out ones, by the seed; too long ones are left out."""
-    max_tokens = config.max_tokens
+    max_tokens = data.max_tokens
     fitting = []
     for example in examples:
         both = (example,) if isinstance(example, Trajectory) else example
         if max(conversations.tokens_of(conversation) for conversation in both) <= max_tokens:
             fitting.append(example)
-    count = max(round(config.held_out * len(fitting)), 1)
+    count = max(round(data.held_out * len(fitting)), 1)
     if len(fitting) <= count:
         raise BadInput(
-            f"{config.data} has {len(fitting)} examples of at most {max_tokens} tokens, {count} of them held out: "
+            f"{data.data} has {len(fitting)} examples of at most {max_tokens} tokens, {count} of them held out: "
             "raise --max_tokens, or give more"
         )
-    order = np.random.default_rng(config.seed).permutation(len(fitting))
+    order = np.random.default_rng(seed).permutation(len(fitting))
     held_out, train = ([fitting[i] for i in np.sort(indices)] for indices in (order[:count], order[count:]))
     return ExampleSplit(train, held_out, len(examples) - len(fitting))
 
 
 def make_objective(config: Config, model: Model, held_out: Sequence[Any], optimizer) -> Objective:
     """The objective of the method, evaluated on the held-out examples."""
-    method, size = METHODS[config.method], config.batch
-    sizes = {"row_length": config.max_tokens, "rows": size * method.conversations}
+    method, size = METHODS[config.learner.method], config.learner.batch
+    sizes = {"row_length": config.data.max_tokens, "rows": size * method.conversations}
     if shares := model.policy.hidden_tree is not None:
-        sizes = tree_sizes(config.max_tokens, size * method.conversations, micro_rows=config.micro_rows)
+        sizes = tree_sizes(config.data.max_tokens, size * method.conversations, micro_rows=config.learner.micro_rows)
     collate = partial(method.collate, **sizes, use_trees=shares)
     batches = [collate(held_out[i : i + size]) for i in range(0, len(held_out), size)]
     return Objective(collate, *method.make_functions(config, model, optimizer, batches))
@@ -94,8 +94,9 @@ def make_objective(config: Config, model: Model, held_out: Sequence[Any], optimi
 
 def _jit_update_and_score(config: Config, model: Model, algorithm: Algorithm, optimizer) -> tuple[Callable, Callable]:
     """The update by an algorithm, and the scoring of a batch; both compute in the type of the Config."""
-    compute_dtype: Any = None if config.dtype == "float32" else config.dtype  # None: that of the parameters
-    micro_rows = config.micro_rows if model.policy.hidden_tree is None else 1  # a tree is as long as a micro-batch
+    compute_dtype: Any = None if config.model.dtype == "float32" else config.model.dtype  # None: that of the parameters
+    # A tree is as long as a micro-batch.
+    micro_rows = config.learner.micro_rows if model.policy.hidden_tree is None else 1
     settings = UpdateSettings(micro_rows=micro_rows, compute_dtype=compute_dtype, diagnostics=None)
     update = make_update(model.policy, algorithm, optimizer, settings)
     score = make_score(model.policy, compute_dtype=compute_dtype)
@@ -123,7 +124,7 @@ def _sft_functions(config: Config, model: Model, optimizer, held_out: list[Batch
 
 def _dpo_functions(config: Config, model: Model, optimizer, held_out: list[Batch]) -> tuple[Callable, Callable]:
     """Step and evaluation of DPO (Rafailov et al., 2023): loss, fraction of pairs ranked right, and mean margin."""
-    beta = config.beta
+    beta = config.learner.beta
     update, score = _jit_update_and_score(config, model, dpo(beta=beta), optimizer)
     reference = jax.tree.map(jnp.copy, model.params)
     scored = [batch.replace(logp_ref=np.asarray(score(model.params, batch))) for batch in held_out]
@@ -171,15 +172,16 @@ def build(config: Config, *, objects: Objects = NO_OBJECTS) -> FinetuneParts:
     """Read model and examples, and make the parts of a run."""
     objects.check(NAME)
     # Parameters are float32, since small steps would be lost in less; the policy computes in `dtype`.
-    model = load_model(config.model, dtype="float32")
-    policy = make_policy(model.config, dtype=config.dtype, attend=get_kernel(config.attention))
+    model = load_model(config.model.model, dtype="float32")
+    policy = make_policy(model.config, dtype=config.model.dtype, attend=get_kernel(config.model.attention))
     model = model._replace(policy=policy)
-    examples = split_examples(config, METHODS[config.method].read(config.data, model.tokenizer))
-    steps = max(math.ceil(config.epochs * len(examples.train) / config.batch), 1)
-    assert config.learning_rate is not None  # set by the Config
+    read = METHODS[config.learner.method].read
+    examples = split_examples(config.data, read(config.data.data, model.tokenizer), seed=config.run.seed)
+    steps = max(math.ceil(config.learner.epochs * len(examples.train) / config.learner.batch), 1)
+    assert config.learner.learning_rate is not None  # set by the Config
     warmup_steps = steps // 20
-    optimizer = adamw(config.learning_rate, warmup_steps=warmup_steps, decay_steps=steps - warmup_steps)
-    optimizer = optimizer_for(config.dtype, optimizer)
+    optimizer = adamw(config.learner.learning_rate, warmup_steps=warmup_steps, decay_steps=steps - warmup_steps)
+    optimizer = optimizer_for(config.model.dtype, optimizer)
     objective = make_objective(config, model, examples.held_out, optimizer)
     return FinetuneParts(config, model, examples, steps, optimizer, objective)
 
@@ -197,9 +199,9 @@ class FinetuneTrainable(Trainable):
             config,
             updates=parts.steps,
             name="conversations",
-            algorithm=config.method,
+            algorithm=config.learner.method,
             optimizer=parts.optimizer,
-            key=jax.random.key(config.seed),
+            key=jax.random.key(config.run.seed),
         )
         self.counts = {
             "examples": len(examples.train),
@@ -218,7 +220,7 @@ class FinetuneTrainable(Trainable):
 
     def _step(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         examples, config, step = self.parts.examples.train, self.parts.config, int(state.update)
-        (indices,) = batches(len(examples), config.batch, config.seed, step, step + 1)
+        (indices,) = batches(len(examples), config.learner.batch, config.run.seed, step, step + 1)
         batch = self.parts.objective.collate([examples[i] for i in indices])
         learner, metrics = self.parts.objective.step(state.learner, batch)
         tokens = (np.asarray(batch.segments) > 0).sum()
@@ -236,15 +238,15 @@ class FinetuneTrainable(Trainable):
         """Write the model with the lowest held-out loss, and the result."""
         config, model, evaluate = self.parts.config, self.parts.model, self.parts.objective.evaluate
         best, params = session.best_params()
-        save_model(session.folder / "model", model._replace(params=cast(params, config.dtype)))
+        save_model(session.folder / "model", model._replace(params=cast(params, config.model.dtype)))
         result = {
-            "method": config.method,
+            "method": config.learner.method,
             **{f"{name}_before": value for name, value in evaluate(model.params).items()},
             **{f"{name}_after": value for name, value in evaluate(params).items()},
             **self.counts,
             "steps": self.parts.steps,
             "best_step": best,
-            "seed": config.seed,
+            "seed": config.run.seed,
             "minutes": minutes,
             "params_sha256": params_sha256(params),
             "resumed_at": session.resumed_at,
@@ -273,7 +275,7 @@ RECIPE = Recipe(
     name=NAME,
     command="finetune",
     Config=Config,
-    preset=Config,
+    preset=preset,
     build=plain_build(build),
     make_trainable=lambda parts, _folder: FinetuneTrainable(parts),
     exact=False,

@@ -15,7 +15,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,14 @@ from flowgrpo.learner.state import adamw, init_learner
 from flowgrpo.models.decoder import matrices
 from flowgrpo.models.hf import Model, init_model, save_model
 from flowgrpo.models.trainable import ALL_PARAMS, TrainableSubset
-from flowgrpo.recipes.agent_config import TaskConfig
+from flowgrpo.recipes.agent_config import OfflineConfig
 from flowgrpo.recipes.offline_tasks import LANDS, TOWNS, TRADES, WARES, make_tasks, passages
 from flowgrpo.renamed import SETTINGS, current_names
 from flowgrpo.rollout.demonstrations import play_actions
-from flowgrpo.training.language_model import HostedConfig
+from flowgrpo.training.config import flat_settings
 from flowgrpo.training.run_dir import list_differences
 from flowgrpo.training.run_files import NOTE
+from flowgrpo.training.settings import WarmStartSection
 from flowgrpo.training.warm_start import WarmStart, no_warm_start
 from flowgrpo.types import BadInput, Batch, Task, Trajectory
 
@@ -250,54 +251,57 @@ PATIENCE = 6  # validations of the imitation without improvement until it stops
 
 
 def write_start_model(
-    folder: Path, make_env: Callable[..., HostEnv], call_tool: ToolRunner, config: TaskConfig
+    folder: Path, make_env: Callable[..., HostEnv], call_tool: ToolRunner, config: OfflineConfig
 ) -> None:
     """Write the model folder, unless it exists; its tokenizer is trained on the texts of planner and tools.
 
     These texts depend on no tokenizer, but recording them needs one: a draft, trained on the queries only. The folder
     appears when it is complete. Raises `BadInput` if it was made with other settings.
     """
-    settings = {name: value for name, value in config.to_json().items() if name in (*MADE_WITH, OWN_AGENT_SETTING)}
+    values = flat_settings(config.to_json())
+    settings = {name: value for name, value in values.items() if name in (*MADE_WITH, OWN_AGENT_SETTING)}
     if folder.exists():
         check_start_settings(folder, settings)
         return
     tasks = _tasks(config, "train", TOKENIZER_DEMONSTRATIONS)
     queries = [task.query for task in tasks]
     draft = folder.with_name(f".{folder.name}")
-    write_model(draft, queries, seed=config.seed)
+    write_model(draft, queries, seed=config.run.seed)
     text = load_tokenizer(draft)
-    values = config.to_json()
-    wide_config = replace(config, **{name: BUDGET_FACTOR * values[name] for name in TOKEN_BUDGETS if name in values})
-    env = make_env(text, turns=config.turns, config=wide_config)
-    records = demonstrate_script(env, text, tasks, call_tool, seed=config.seed)
+    wide_config = config.replace(**{name: BUDGET_FACTOR * values[name] for name in TOKEN_BUDGETS if name in values})
+    env = make_env(text, turns=config.rollout.turns, config=wide_config)
+    records = demonstrate_script(env, text, tasks, call_tool, seed=config.run.seed)
     entries = [f" {passage['title']}: {passage['text']}" for passage in passages()]
     unfinished = folder.with_name(f".{folder.name}-whole")
     shutil.rmtree(unfinished, ignore_errors=True)
     conversations = ["".join(text.decode(turn.tokens) for turn in record.turns) for record in records]
-    write_model(unfinished, [*queries, *conversations, *entries], seed=config.seed, shape=COPYING_SHAPE)
+    write_model(unfinished, [*queries, *conversations, *entries], seed=config.run.seed, shape=COPYING_SHAPE)
     write_start_settings(unfinished, settings)
     unfinished.replace(folder)
     shutil.rmtree(draft)
 
 
-def script_imitation(model: Model, env: HostEnv, call_tool: ToolRunner, config: TaskConfig) -> WarmStart:
+def script_imitation(model: Model, env: HostEnv, call_tool: ToolRunner, config: OfflineConfig) -> WarmStart:
     """Warm start: imitation of demonstrations before reinforcement learning; of no steps if the Config has none."""
-    if not config.warm_steps:
+    if not config.warm_start.warm_steps:
         return no_warm_start(model.params)
-    sizes = {"train": config.demonstrations, "validation": max(config.demonstrations // 10, 1)}
+    sizes = {"train": config.warm_start.demonstrations, "validation": max(config.warm_start.demonstrations // 10, 1)}
     records = {
-        split: demonstrate_script(env, model.tokenizer, _tasks(config, split, size), call_tool, seed=config.seed)
+        split: demonstrate_script(env, model.tokenizer, _tasks(config, split, size), call_tool, seed=config.run.seed)
         for split, size in sizes.items()
     }
-    rows = {split: packed_imitation(records[split], row_length=config.context_tokens) for split in sizes}
-    return imitation_warm_start(rows, model, config, patience=PATIENCE, micro_rows=config.micro_rows)
+    rows = {split: packed_imitation(records[split], row_length=config.rollout.context_tokens) for split in sizes}
+    return imitation_warm_start(
+        rows, model, config.warm_start, seed=config.run.seed, patience=PATIENCE, micro_rows=config.learner.micro_rows
+    )
 
 
 def imitation_warm_start(
     rows: Mapping[str, Batch],
     model: Model,
-    config: HostedConfig,
+    settings: WarmStartSection,
     *,
+    seed: int,
     patience: int,
     optimizer: optax.GradientTransformation | None = None,
     trainable: TrainableSubset = ALL_PARAMS,
@@ -309,7 +313,8 @@ def imitation_warm_start(
     Args:
         rows: Rows of the splits "train" and "validation".
         model: Model that imitates.
-        config: Learning rate, number of steps and rows per step.
+        settings: Learning rate, number of steps and rows per step.
+        seed: Of the order of the rows.
         patience: Validations without improvement until it stops.
         optimizer: Muon with warm-up and decay by default.
         trainable: Subset of the parameters that is trained.
@@ -317,9 +322,9 @@ def imitation_warm_start(
         micro_rows: Rows per forward pass.
     """
     optimizer = optimizer or adamw(
-        learning_rate=config.warm_rate,
+        learning_rate=settings.warm_rate,
         warmup_steps=20,
-        decay_steps=config.warm_steps,
+        decay_steps=settings.warm_steps,
         matrices=matrices(model.config),
     )
     loss = jax.jit(make_validation(model.policy, banned=model.banned, micro_rows=micro_rows))
@@ -328,9 +333,9 @@ def imitation_warm_start(
         step=jax.jit(
             make_supervised(model.policy, optimizer, banned=model.banned, trainable=trainable, micro_rows=micro_rows)
         ),
-        batches=lambda first: islice(shuffled_batches(rows["train"], config.warm_rows, config.seed), first, None),
+        batches=lambda first: islice(shuffled_batches(rows["train"], settings.warm_rows, seed), first, None),
         validate=lambda params: loss(params, rows["validation"]),
-        steps=config.warm_steps,
+        steps=settings.warm_steps,
         every=every,
         patience=patience,
         trainable=trainable,
@@ -347,7 +352,9 @@ def shuffled_batches(rows: Batch, size: int, seed: int) -> Iterator[Batch]:
             yield jax.tree.map(lambda x, indices=order[start : start + size]: x[indices], rows)
 
 
-def _tasks(config: TaskConfig, split: str, size: int):
-    names = config.domains.split(",")
+def _tasks(config: OfflineConfig, split: str, size: int):
+    names = config.tasks.domains.split(",")
     # "search" twice: its questions take longest to learn, since names are copied. The seeds differ from training's.
-    return make_tasks(config.seed + 500_000, 0, size, split, [*names, *[name for name in names if name == "search"]])
+    return make_tasks(
+        config.run.seed + 500_000, 0, size, split, [*names, *[name for name in names if name == "search"]]
+    )

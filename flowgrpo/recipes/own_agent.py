@@ -51,7 +51,9 @@ MODEL_NAME = "planner"  # the model's name in the agents' requests
 
 def _make_env(text: ChatTokenizer, *, config: Config, turns: int) -> HostEnv:
     """The agent as an environment of its model."""
-    return agent_env(text, turns=turns, max_tokens=config.max_tokens, context_tokens=config.context_tokens)
+    return agent_env(
+        text, turns=turns, max_tokens=config.rollout.max_tokens, context_tokens=config.rollout.context_tokens
+    )
 
 
 @contextmanager
@@ -63,28 +65,30 @@ def build(
     `on_ready` is called when everything that the settings name was found, before anything is written.
     """
     objects.check(NAME, "agent", "tasks", "model", "algorithm", "optimizer", "reward")
-    check_planner(config)
+    check_planner(config.model, config.devices)
     source = check_settings(config, objects)
     with ExitStack() as stack:
-        draw, task_sampler = curriculum.make_task_sampler(config, source.draw, source.train, groups=config.queries)
+        draw, task_sampler = curriculum.make_task_sampler(
+            config.tasks, source.draw, source.train, groups=config.rollout.queries, seed=config.run.seed
+        )
         reward = objects.reward
-        if reward is not None or config.reward != POSTED:
+        if reward is not None or config.tasks.reward != POSTED:
             reward = reward_of(config, source, stack.enter_context(make_sandbox(config, source)), reward)
         gateway = stack.enter_context(Gateway(model=MODEL_NAME, decode=str))
         host = stack.enter_context(
             AgentHost(
-                objects.agent or config.agent,
+                objects.agent or config.agent.agent,
                 gateway,
-                timeout=config.agent_seconds,
-                silent_timeout=config.silent_seconds,
-                retries=config.retries,
+                timeout=config.agent.agent_seconds,
+                silent_timeout=config.agent.silent_seconds,
+                retries=config.agent.retries,
                 has_reward=reward is not None,
             )
         )
         host.check()
         if on_ready is not None:
             on_ready()
-        if config.model is None:
+        if config.model.model is None:
             offline_start.write_start_model(folder / START, _make_env, host.call_tool, config)
         model = load_planner(config, folder, objects)
         gateway.decode = model.tokenizer.decode
@@ -101,10 +105,10 @@ def build(
             tasks=draw,
             task_sampler=task_sampler,
             format_trajectory=partial(format_conversation, model.tokenizer),
-            concurrency=config.concurrent_agents or config.slots,
+            concurrency=config.agent.concurrent_agents or config.devices.slots,
         )
         setup = setup._replace(submit=host.submit_to(setup.engine.submit), rollout_metrics=context_metrics)
-        if config.model is None:
+        if config.model.model is None:
             start = model._replace(params=setup.planner.params)
             setup = setup._replace(
                 warm_start=lambda setup: offline_start.script_imitation(start, setup.env, host.call_tool, config)

@@ -55,7 +55,7 @@ def seed_tasks(config: Config) -> TaskSource:
     """Tasks that are seeds, with different seeds for each split."""
 
     def draw(split: str, first: int, count: int) -> list[Task]:
-        base = SPLITS.index(split) * SEEDS_PER_SPLIT + config.seed * 1_000_003
+        base = SPLITS.index(split) * SEEDS_PER_SPLIT + config.run.seed * 1_000_003
         return [Task(f"{split}-{n}", "", (), "env", {"seed": base + n}) for n in range(first, first + count)]
 
     return TaskSource(draw=draw, train=lambda: draw("train", 0, POOL), domains=("env",))
@@ -80,18 +80,20 @@ def build(
     `on_ready` is called when everything that the settings name was found, before anything is written.
     """
     objects.check(NAME, "env", "tasks", "model", "algorithm", "optimizer", "reward")
-    check_planner(config)
+    check_planner(config.model, config.devices)
     with ExitStack() as stack:
         env = open_env(find_env(config, objects), config, stack)
-        if config.tasks is None and objects.tasks is None:
+        if config.tasks.tasks is None and objects.tasks is None:
             source = seed_tasks(config)
             check_start(config, objects)
             agent.algorithm_of(config, objects.algorithm)  # raises if it does not fit
         else:
             source = add_seeds(check_settings(config, objects, any_fields=env.runner is not None))
-        draw, task_sampler = curriculum.make_task_sampler(config, source.draw, source.train, groups=config.queries)
+        draw, task_sampler = curriculum.make_task_sampler(
+            config.tasks, source.draw, source.train, groups=config.rollout.queries, seed=config.run.seed
+        )
         reward, first_task = to_reward(objects.reward), source.draw("train", 0, 1)[0]
-        if reward is not None or config.reward or (env.runner and env.runner.needs_reward):
+        if reward is not None or config.tasks.reward or (env.runner and env.runner.needs_reward):
             reward = reward_of(config, source, stack.enter_context(make_sandbox(config, source)), reward)
         elif env.runner and env.runner.reward is not None:
             reward = check_reward(env.runner.reward, f"{env.runner.name}.reward", first_task)
@@ -106,7 +108,7 @@ def build(
             on_ready()
         model = load_planner(config, folder, objects)
         if env.runner:
-            env.runner.check_prompt(env.make(model.tokenizer, turns=config.turns), first_task)
+            env.runner.check_prompt(env.make(model.tokenizer, turns=config.rollout.turns), first_task)
         yield build_setup(
             stack,
             config,
@@ -114,13 +116,13 @@ def build(
             model,
             env.make,
             objects=objects,
-            name=config.env,
+            name=config.environment.env,
             call_tool=env.call_tool,
             reward=reward,
             tasks=draw,
             task_sampler=task_sampler,
             format_trajectory=partial(format_conversation, model.tokenizer),
-            concurrency=config.concurrent_episodes or config.slots,
+            concurrency=config.environment.concurrent_episodes or config.devices.slots,
         )
 
 
@@ -136,9 +138,11 @@ def find_env(config: Config, objects: Objects) -> Any:
     """The environment as an object; KIND:SPEC for one of another library."""
     if objects.env is not None:
         return objects.env
-    if config.env.partition(":")[0] in EXTERNAL_ENVIRONMENTS:
-        return config.env
-    return import_named(config.env, f"one of the kinds {', '.join(EXTERNAL_ENVIRONMENTS)}, or an environment")
+    if config.environment.env.partition(":")[0] in EXTERNAL_ENVIRONMENTS:
+        return config.environment.env
+    return import_named(
+        config.environment.env, f"one of the kinds {', '.join(EXTERNAL_ENVIRONMENTS)}, or an environment"
+    )
 
 
 def open_env(env: Any, config: Config, stack: ExitStack) -> OpenedEnv:
@@ -150,16 +154,21 @@ def open_env(env: Any, config: Config, stack: ExitStack) -> OpenedEnv:
         config: has the sizes.
         stack: closes the process of another library's environment.
     """
-    sizes = {name: getattr(config, name) for name in ("max_tokens", "context_tokens", "instructions")}
+    settings = config.environment
+    sizes = {
+        "max_tokens": config.rollout.max_tokens,
+        "context_tokens": config.rollout.context_tokens,
+        "instructions": settings.instructions,
+    }
     if isinstance(env, str):
         kind, _, spec = env.partition(":")
-        process = EnvProcess(kind, spec, python=config.python or executable, timeout=config.env_seconds)
+        process = EnvProcess(kind, spec, python=settings.python or executable, timeout=settings.env_seconds)
         tools = stack.enter_context(process).check()
         return OpenedEnv(partial(external_env, tools=tools, **sizes), process.call_tool)
     if isinstance(env, type | TextEnv):
-        runner = TextEnvRunner(check_text_env(env), tool_seconds=config.env_seconds)
+        runner = TextEnvRunner(check_text_env(env), tool_seconds=settings.env_seconds)
         return OpenedEnv(partial(runner.host_env, **sizes), runner.call_tool, runner)
-    return OpenedEnv(partial(make_host_env, env, config.context_tokens))
+    return OpenedEnv(partial(make_host_env, env, config.rollout.context_tokens))
 
 
 def make_host_env(env: Any, context_tokens: int, tokenizer: ChatTokenizer, *, turns: int) -> HostEnv:

@@ -6,16 +6,26 @@ from typing import Any, Unpack
 
 from flowgrpo.errors import BadInput
 from flowgrpo.files import import_named
-from flowgrpo.recipes.agent_config import LARGE, TaskConfig, TaskSettings
-from flowgrpo.training.config import make_config, setting
+from flowgrpo.recipes.agent_config import LARGE, TaskConfig, TaskSettings, TurnsSection
+from flowgrpo.training.config import Section, make_config, setting
 from flowgrpo.training.names import EXTERNAL_ENVIRONMENTS
 
 WITH_MODEL = {"turns": 8, "eval_turns": 8, "turn_seconds": 300.0, "beta": 0.0, "temperature": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TaskConfig):
-    """Settings of a run on an environment of your own; the defaults are those of a large model, see `preset`."""
+class StepsSection(TurnsSection):
+    """Rollouts whose turns are steps of the environment."""
+
+    rendering: str = setting("append", "Contexts of a trajectory: one growing conversation.", choices=("append",))
+    turn_seconds: float = setting(
+        90.0, "Timeout of a turn in seconds, the environment step included.", "Sampling", at_least=0.1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSection(Section):
+    """The environment, and the limits of its process."""
 
     env: str = setting(
         "",
@@ -25,8 +35,6 @@ class Config(TaskConfig):
     )
     python: str = setting("", "Python interpreter with the environment's packages; this one by default.", "Run")
     instructions: str = setting("", "Instructions in the prompt, before the first observation.", "Run")
-    rendering: str = setting("append", "Contexts of a trajectory: one growing conversation.", choices=("append",))
-    domains: str = setting("", "Unused in this recipe.")
     concurrent_episodes: int | None = setting(
         None,
         "Number of episodes that run at a time; --slots by default. More than that evict each other's caches.",
@@ -36,9 +44,6 @@ class Config(TaskConfig):
         was="episodes",
     )
     env_seconds: float = setting(60.0, "Timeout of one environment step in seconds.", "Sampling", at_least=0.1)
-    turn_seconds: float = setting(
-        90.0, "Timeout of a turn in seconds, the environment step included.", "Sampling", at_least=0.1
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,11 +51,23 @@ class Config(TaskConfig):
         if not (kind and spec):
             kinds = "KIND:SPEC as gymnasium:FrozenLake-v1, or MODULE:CLASS of a TextEnv"
             raise BadInput(f"--env={self.env!r} must be {kinds}")
-        if self.model is None:
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TaskConfig):
+    """Settings of a run on an environment of your own; `preset` has those of a large model."""
+
+    rollout: StepsSection
+    environment: EnvironmentSection
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model.model is None:
             raise BadInput("--env needs --model: the folder of a model, or a hub id")
-        if self.turn_seconds <= self.env_seconds:
-            step = f"--env_seconds={self.env_seconds:g}"
-            raise BadInput(f"--turn_seconds={self.turn_seconds:g} must be greater than {step}, which it includes")
+        turn_seconds, env_seconds = self.rollout.turn_seconds, self.environment.env_seconds
+        if turn_seconds <= env_seconds:
+            step = f"--env_seconds={env_seconds:g}"
+            raise BadInput(f"--turn_seconds={turn_seconds:g} must be greater than {step}, which it includes")
 
     @classmethod
     def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def evaluate_run(config: pure.Config, folder: Path) -> tuple[int | None, dict[st
     best, best_params = session.best_params()
     session.progress.log(f"rolling out {len(names)} sets of {TASKS} tasks with the start, and with update {best}")
     before, after = (
-        evaluate_panel(setup.policy, params, names, temperature=config.temperature)
+        evaluate_panel(setup.policy, params, names, temperature=config.rollout.temperature)
         for params in (session.start_params, best_params)
     )
     return best, {label: [before[label], after[label]] for label in after}

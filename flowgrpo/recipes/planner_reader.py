@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,11 +46,11 @@ class PlannerReader(NamedTuple):
 
 
 def _start_path(config: HostedConfig, folder: Path) -> str | Path:
-    return config.model or folder / START
+    return config.model.model or folder / START
 
 
 def _load_start(config: HostedConfig, folder: Path) -> Model:
-    return load_model(_start_path(config, folder), dtype=config.dtype, quantised=frozen_base_dtype(config))
+    return load_model(_start_path(config, folder), dtype=config.model.dtype, quantised=frozen_base_dtype(config.model))
 
 
 def _token_decoder(config: HostedConfig, folder: Path, tokenizer: str | None = None) -> TokenDecoder:
@@ -59,12 +58,14 @@ def _token_decoder(config: HostedConfig, folder: Path, tokenizer: str | None = N
 
 
 def _scoring(config: HostedConfig, folder: Path, params: Params) -> RecordedScoring:
-    local = replace(config, mesh=None, offload="none")  # on one device, whatever the run had
-    model = load_start(_start_path(config, folder), local)
-    planner = make_planner(model, local)
-    settings = ScoreSettings(temperature=config.temperature, banned=model.banned, compute_dtype=planner.compute_dtype)
+    local = config.replace(mesh=None, offload="none")  # on one device, whatever the run had
+    model = load_start(_start_path(config, folder), local.model)
+    planner = make_planner(model, local.model, local.devices, seed=local.run.seed)
+    settings = ScoreSettings(
+        temperature=config.rollout.temperature, banned=model.banned, compute_dtype=planner.compute_dtype
+    )
     whole = planner.trainable.merge(planner.params, params)
-    return RecordedScoring(planner.policy, whole, settings, config.micro_rows, config.context_tokens)
+    return RecordedScoring(planner.policy, whole, settings, config.learner.micro_rows, config.rollout.context_tokens)
 
 
 TEXT = PlannerReader(_start_path, _load_start, _token_decoder, _scoring, replaced_by=("model",))

@@ -101,7 +101,7 @@ class Setup(NamedTuple):
 def build(config: Config, *, objects: Objects = NO_OBJECTS) -> Setup:
     """The parts that a Config describes; an environment, algorithm, optimizer or DecoderConfig replaces its own."""
     objects.check(NAME, "env", "model", "algorithm", "optimizer")
-    env = make_env(config.env) if objects.env is None else objects.env
+    env = make_env(config.environment.env) if objects.env is None else objects.env
     if not isinstance(env, Env):
         raise BadInput(f"the environment {env!r:.80} is no fg.Env, which the recipe {NAME} compiles: give one")
     decoder = small_decoder_config(env, config) if objects.model is None else objects.model
@@ -118,47 +118,49 @@ def build(config: Config, *, objects: Objects = NO_OBJECTS) -> Setup:
     policy = make_policy(decoder, unroll=True)
     algorithm = objects.algorithm
     if algorithm is None:
-        if (config.algorithm == "opd") != (config.teacher is not None):
+        if (config.learner.algorithm == "opd") != (config.learner.teacher is not None):
             raise BadInput("--algorithm=opd and --teacher=RUN go together: give both, or neither")
         algorithm = make_algorithm(
-            config.algorithm,
-            beta=config.beta,
-            clip_high=config.clip_high,
-            entropy_bonus=config.entropy_bonus,
-            gamma=config.gamma,
-            lam=config.lam,
+            config.learner.algorithm,
+            beta=config.learner.beta,
+            clip_high=config.learner.clip_high,
+            entropy_bonus=config.learner.entropy_bonus,
+            gamma=config.learner.gamma,
+            lam=config.learner.lam,
             max_tokens=env.sizes.turns * env.sizes.action,
         )
-        if config.control == "last_turn":
+        if config.run.control == "last_turn":
             algorithm = last_turn_only(algorithm)
 
-    steps = config.decay_updates * config.mini_batches * config.epochs
-    muon_matrices = matrices(decoder) if config.optimizer == "muon" else None
+    steps = config.learner.decay_updates * config.learner.mini_batches * config.learner.epochs
+    muon_matrices = matrices(decoder) if config.learner.optimizer == "muon" else None
     optimizer = objects.optimizer
     if optimizer is None:
-        optimizer = decayed_adamw(config.learning_rate, steps, config.decay_to, matrices=muon_matrices)
+        optimizer = decayed_adamw(config.learner.learning_rate, steps, config.learner.decay_to, matrices=muon_matrices)
     critic = None
     if algorithm.targets is not None:  # a critic starts with the policy's trunk
-        if config.critic == "shared":
+        if config.learner.critic == "shared":
             critic = shared_trunk(policy, decoder)
         else:
             critic = separate_network(policy, make_critic(decoder), init=copied_trunk(decoder))
-        optimizer = partition_optimizer(optimizer, decayed_adamw(config.critic_rate, steps, config.decay_to))
+        optimizer = partition_optimizer(
+            optimizer, decayed_adamw(config.learner.critic_rate, steps, config.learner.decay_to)
+        )
 
     sizes = IterationSettings(
-        queries=config.queries,
-        samples=config.samples,
-        oversample=config.oversample,
-        temperature=config.temperature,
-        mini_batches=config.mini_batches,
-        epochs=config.epochs,
+        queries=config.rollout.queries,
+        samples=config.rollout.samples,
+        oversample=config.rollout.oversample,
+        temperature=config.rollout.temperature,
+        mini_batches=config.learner.mini_batches,
+        epochs=config.learner.epochs,
     )
-    judge = partial(shuffled_rewards, samples=sizes.samples) if config.control == "shuffled_rewards" else None
-    mesh = resolve_mesh(config.mesh)
+    judge = partial(shuffled_rewards, samples=sizes.samples) if config.run.control == "shuffled_rewards" else None
+    mesh = resolve_mesh(config.devices.mesh)
     axes: Any = decoder_axes(decoder)  # axis letters of all parameters
     policy = shard_policy(policy, mesh, axes)
     if critic is not None:
-        axes = ActorCritic(axes, critic_axes(decoder) if config.critic == "own" else {HEAD: "d"})
+        axes = ActorCritic(axes, critic_axes(decoder) if config.learner.critic == "own" else {HEAD: "d"})
     to_mesh = partial(place_state, mesh=mesh, axes=axes)
     stages = make_stages(env, policy, algorithm, optimizer, sizes, judge=judge, critic=critic)
     return Setup(config, env, decoder, policy, algorithm, optimizer, sizes, stages, to_mesh, critic)
@@ -166,13 +168,13 @@ def build(config: Config, *, objects: Objects = NO_OBJECTS) -> Setup:
 
 def teacher_params(config: Config) -> Params:
     """The best planner of the teacher's run, which must have the same environment and shape."""
-    folder = Path(str(config.teacher))
+    folder = Path(str(config.learner.teacher))
     run = read_run(folder)
     if run["recipe"] != NAME:
         raise BadInput(f"--teacher={folder} is a run of {run['recipe']}: give one of the quickstart")
     teacher = Config.from_json(run["settings"])
     for name in ("env", "model_dim", "layers", "head_dim"):
-        own, other = getattr(config, name), getattr(teacher, name)
+        own, other = config.settings()[name], teacher.settings()[name]
         if own != other:
             raise BadInput(f"--teacher={folder} has {name} {other}, but this run {own}: they must be the same")
     return actor_params(open_session(PureTrainable(build(teacher)), folder).best_params()[1])
@@ -190,9 +192,9 @@ def seed_keys(seed: int) -> dict[str, jax.Array]:
 def warm_optimizer(setup: Setup) -> optax.GradientTransformation:
     """The optimizer of the imitation before RL."""
     return adamw(
-        learning_rate=setup.config.warm_rate,
+        learning_rate=setup.config.warm_start.warm_rate,
         warmup_steps=20,
-        decay_steps=setup.config.warm_steps,
+        decay_steps=setup.config.warm_start.warm_steps,
         matrices=matrices(setup.decoder),
     )
 
@@ -200,7 +202,7 @@ def warm_optimizer(setup: Setup) -> optax.GradientTransformation:
 def planner_imitation(setup: Setup, keys: Mapping[str, jax.Array]) -> WarmStart:
     """The imitation before RL. The demonstrations of a step follow from its number, so it can be resumed."""
     config, key = setup.config, keys["demonstrations"]
-    draw = jit_quickly(partial(demonstration_rows, setup.env, rows=config.warm_rows))
+    draw = jit_quickly(partial(demonstration_rows, setup.env, rows=config.warm_start.warm_rows))
     validation_rows = jit_quickly(partial(demonstration_rows, setup.env, rows=VALIDATION_ROWS, split="validation"))(key)
     loss = jax.jit(make_validation(setup.policy, banned=(PAD,)))
     optimizer = warm_optimizer(setup)
@@ -208,9 +210,11 @@ def planner_imitation(setup: Setup, keys: Mapping[str, jax.Array]) -> WarmStart:
     return WarmStart(
         state=setup.to_mesh(init_learner(params, optimizer)),
         step=jax.jit(make_supervised(setup.policy, optimizer, banned=(PAD,))),
-        batches=lambda first: (draw(jax.random.fold_in(key, step)) for step in range(first + 1, config.warm_steps + 1)),
+        batches=lambda first: (
+            draw(jax.random.fold_in(key, step)) for step in range(first + 1, config.warm_start.warm_steps + 1)
+        ),
         validate=lambda params: loss(params, validation_rows),
-        steps=config.warm_steps,
+        steps=config.warm_start.warm_steps,
         every=VALIDATE_EVERY,
         patience=PATIENCE,
     )
@@ -241,17 +245,17 @@ class PureTrainable(EvaluatedTrainable):
     """
 
     def __init__(self, setup: Setup, folder: Path | None = None):
-        self.setup, self._folder, self._keys = setup, folder, seed_keys(setup.config.seed)
+        self.setup, self._folder, self._keys = setup, folder, seed_keys(setup.config.run.seed)
         roll_out = CompiledRollout(setup.stages)
         self.iteration = split_step(setup.stages, roll_out)
-        counts = {"validation": VALIDATION_TASKS, "test": setup.config.test_tasks}
+        counts = {"validation": VALIDATION_TASKS, "test": setup.config.evaluation.test_tasks}
         self._evaluations = {split: _Evaluation(setup, roll_out, split, count) for split, count in counts.items()}
-        if setup.config.teacher is not None and folder is not None:  # a run that is only read has it in its checkpoint
+        if setup.config.learner.teacher is not None and folder is not None:  # a run that is only read has saved it
             self.teacher_params = teacher_params(setup.config)
         super().__init__(
             NAME,
             setup.config,
-            updates=setup.config.updates,
+            updates=setup.config.run.updates,
             name=setup.env.name,
             algorithm=setup.algorithm.name,
             optimizer=setup.optimizer,
@@ -269,7 +273,7 @@ class PureTrainable(EvaluatedTrainable):
 
     def compile_ahead(self, state: TrainState) -> None:
         """Compile an iteration and the evaluations."""
-        if self.setup.config.control != "supervised":
+        if self.setup.config.run.control != "supervised":
             self.iteration.compile(state)
         for split, evaluation in self._evaluations.items():
             evaluation.compile(state.learner.params, self._keys[split])
@@ -279,7 +283,7 @@ class PureTrainable(EvaluatedTrainable):
 
     def make_step(self) -> Step:
         """An iteration; or a step of imitation, if that is the control."""
-        if self.setup.config.control == "supervised":
+        if self.setup.config.run.control == "supervised":
             return imitation_step(self.setup, self._keys["demonstrations"])
         return self.iteration
 
@@ -307,7 +311,7 @@ class PureTrainable(EvaluatedTrainable):
 
 def _make_evaluation_rollout(setup: Setup, split: str, tasks: int, samples: int = 1):
     """`rollout(params, key, version=0) -> Trajectories`, to be jitted; of an actor and its critic, the actor acts."""
-    temperature = setup.config.temperature
+    temperature = setup.config.rollout.temperature
     rollout = exams.make_evaluation_rollout(
         setup.env, setup.policy, split, tasks=tasks, samples=samples, temperature=temperature
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Unpack
 
 from flowgrpo.errors import BadInput
-from flowgrpo.training.config import TrainingConfig, TrainingSettings, make_config, setting
+from flowgrpo.training.config import RunConfig, RunSection, RunSettings, Section, make_config, setting
 from flowgrpo.training.names import ALGORITHMS, ENV_IMPORT, ENVIRONMENTS, HARD_VARIANTS
 
 CONTROLS = ("none", "shuffled_rewards", "supervised", "last_turn")
@@ -13,14 +13,10 @@ CRITICS = ("own", "shared")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TrainingConfig):
-    """Settings of a run on a pure environment; `preset` has those that fit an environment."""
+class PureRunSection(RunSection):
+    """How long a run is, and its control experiment."""
 
-    env: str = setting("lookup", f"Environment: {', '.join(ENVIRONMENTS)}, or {ENV_IMPORT}.", "Run")
-    algorithm: str = setting("flow_grpo", "Algorithm.", "Run", choices=ALGORITHMS)
-    teacher: str | None = setting(
-        None, "Folder of a run on the same environment whose best planner is the teacher; for opd.", "Run"
-    )
+    updates: int = setting(150, "Number of RL updates; 0 stops after imitation.", "Sizes", at_least=0, may_change=True)
     control: str = setting(
         "none",
         "Control experiment: none, shuffle the rewards within each group, imitate instead of RL (supervised), or give "
@@ -28,9 +24,28 @@ class Config(TrainingConfig):
         "Run",
         choices=CONTROLS,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSection(Section):
+    """The environment."""
+
+    env: str = setting("lookup", f"Environment: {', '.join(ENVIRONMENTS)}, or {ENV_IMPORT}.", "Run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallModelSection(Section):
+    """The shape of the planner."""
+
     model_dim: int = setting(96, "Width of the planner (d_model).", "Sizes", at_least=1, was="d")
     layers: int = setting(3, "Number of layers of the planner.", "Sizes", at_least=1)
     head_dim: int = setting(16, "Dimension of an attention head.", "Sizes", at_least=2, was="head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSection(Section):
+    """Rollouts of an update."""
+
     queries: int = setting(32, "Number of queries (groups) per update.", "Sizes", at_least=1)
     samples: int = setting(8, "Number of trajectories per query (group size).", "Sizes", at_least=2)
     oversample: int = setting(
@@ -39,7 +54,17 @@ class Config(TrainingConfig):
         "Sizes",
         at_least=1,
     )
-    test_tasks: int = setting(1000, "Number of test tasks of the final table.", "Sizes", at_least=1, may_change=True)
+    temperature: float = setting(1.0, "Sampling temperature of the planner; 0: greedy.", "Sampling", at_least=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSection(Section):
+    """The algorithm, its optimizer, and what some algorithms add."""
+
+    algorithm: str = setting("flow_grpo", "Algorithm.", "Run", choices=ALGORITHMS)
+    teacher: str | None = setting(
+        None, "Folder of a run on the same environment whose best planner is the teacher; for opd.", "Run"
+    )
     learning_rate: float = setting(1e-3, "Learning rate of RL.", "Learning", at_least=0.0)
     optimizer: str = setting(
         "adamw",
@@ -64,9 +89,6 @@ class Config(TrainingConfig):
     )
     # Not `updates`, so that a run that is resumed with more updates equals one that had them from the start.
     decay_updates: int = setting(150, "Number of updates over which the learning rate decays.", "Learning", at_least=1)
-    warm_steps: int = setting(400, "Maximum number of imitation steps before RL.", "Learning", at_least=1)
-    warm_rate: float = setting(3e-3, "Learning rate of imitation.", "Learning", at_least=0.0)
-    warm_rows: int = setting(64, "Number of demonstrations per imitation step.", "Learning", at_least=1)
     critic: str = setting(
         "own",
         "Critic of ppo: own (a network of its own), or shared (a value head on the policy's trunk).",
@@ -76,10 +98,45 @@ class Config(TrainingConfig):
     critic_rate: float = setting(1e-3, "Learning rate of ppo's critic.", "Learning", at_least=0.0)
     gamma: float = setting(1.0, "Discount factor of ppo.", "Learning", at_least=0.0, at_most=1.0)
     lam: float = setting(0.95, "GAE lambda of ppo.", "Learning", at_least=0.0, at_most=1.0)
-    temperature: float = setting(1.0, "Sampling temperature of the planner; 0: greedy.", "Sampling", at_least=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartSection(Section):
+    """Imitation before reinforcement learning."""
+
+    warm_steps: int = setting(400, "Maximum number of imitation steps before RL.", "Learning", at_least=1)
+    warm_rate: float = setting(3e-3, "Learning rate of imitation.", "Learning", at_least=0.0)
+    warm_rows: int = setting(64, "Number of demonstrations per imitation step.", "Learning", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSection(Section):
+    """Sizes of evaluations."""
+
+    test_tasks: int = setting(1000, "Number of test tasks of the final table.", "Sizes", at_least=1, may_change=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesSection(Section):
+    """Devices."""
+
     mesh: str | None = setting(
         None, "Device mesh, such as data=2,fsdp=4; all devices as data by default.", "Devices and memory"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    """Settings of a run on a pure environment; `preset` has those that fit an environment."""
+
+    run: PureRunSection
+    environment: EnvironmentSection
+    model: SmallModelSection
+    rollout: RolloutSection
+    learner: LearnerSection
+    warm_start: WarmStartSection
+    evaluation: EvaluationSection
+    devices: DevicesSection
 
     @classmethod
     def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,9 +183,11 @@ BY_BOTH: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
-class Settings(TrainingSettings, total=False):
+class Settings(RunSettings, total=False):
     """Settings of a run on a pure environment, but for `env` and `algorithm`, as keyword arguments of `preset`."""
 
+    updates: int
+    warm_steps: int
     teacher: str | None
     model_dim: int
     layers: int

@@ -73,24 +73,27 @@ def build(
     `on_ready` is called when everything that the settings name was found, before anything is written.
     """
     objects.check(NAME)
-    check_planner(config)
+    check_planner(config.model, config.devices)
     with ExitStack() as stack:
-        if config.model is not None:
-            check_model(config.model, template_of(config))
+        if config.model.model is not None:
+            check_model(config.model.model, template_of(config.model))
         draw, matcher = _tasks_and_matcher(config, stack)
         if on_ready is not None:
             on_ready()
-        if config.model is None:
+        if config.model.model is None:
             self_verify_tasks.make_start_model(folder, config)
-        start = load_start(config.model or folder / START, config)
-        planner, judge = make_planner(start, config), frozen_start(start, config)
-        offloader = stack.enter_context(make_offloader(config, folder))
+        start = load_start(config.model.model or folder / START, config.model)
+        planner, judge = (
+            make_planner(start, config.model, config.devices, seed=config.run.seed),
+            frozen_start(start, config.model),
+        )
+        offloader = stack.enter_context(make_offloader(config.devices, folder))
         offloader.put("judge", judge.params)
         # Copied, since the engine, the judge and the update must not share arrays that one of them gives up.
         engine_params = planner.to_engine(jax.tree.map(jnp.copy, planner.params))
         for_engine = start._replace(policy=planner.engine_policy, params=engine_params)
-        instructions = INSTRUCTIONS if config.tasks is not None else ""
-        env = single_turn(judge.tokenizer, max_tokens=config.max_tokens, instructions=instructions)
+        instructions = INSTRUCTIONS if config.tasks.tasks is not None else ""
+        env = single_turn(judge.tokenizer, max_tokens=config.rollout.max_tokens, instructions=instructions)
         yield HostedSetup(
             name="self_verify",
             config=config,
@@ -104,12 +107,12 @@ def build(
             offloader=offloader,
             reward=yes_probability(judge, matcher, lambda: offloader["judge"]),
             tasks=draw,
-            algorithm=flow_grpo(beta=config.beta, clip_high=config.clip_high),
+            algorithm=flow_grpo(beta=config.learner.beta, clip_high=config.learner.clip_high),
             optimizer=optimizer_for(
-                config.dtype,
-                adamw(config.learning_rate, base=make_base_optimizer(config.optimizer)),
+                config.model.dtype,
+                adamw(config.learner.learning_rate, base=make_base_optimizer(config.learner.optimizer)),
             ),
-            sizes=sizes_of(config, planner),
+            sizes=sizes_of(config.rollout, config.learner, planner),
             warm_start=lambda _: no_warm_start(jax.tree.map(jnp.copy, planner.params)),
             format_trajectory=lambda _, trajectory: format_verdict(trajectory),
             is_solved=is_right,
@@ -137,10 +140,10 @@ def format_verdict(trajectory: RecordedTrajectory) -> str:
 
 def _tasks_and_matcher(config: Config, stack: ExitStack) -> tuple[Draw, Reward]:
     """`draw(split, first, count)`, and the matcher, which is that of each domain, or else the plain one."""
-    seed = config.seed
-    if config.tasks is None:
+    seed = config.run.seed
+    if config.tasks.tasks is None:
         return lambda split, first, count: self_verify_tasks.make_questions(seed, split, first, count), answer()
-    tasks = read_tasks(config.tasks, fields=parse_fields(list(config.fields)), domain=config.domain)
+    tasks = read_tasks(config.tasks.tasks, fields=parse_fields(list(config.tasks.fields)), domain=config.tasks.domain)
     for task in tasks:
         if not task.answers:
             raise BadInput(f"{tasks.source}: task {task.id!r} has no answer to compare with: give it one")
@@ -272,7 +275,7 @@ class SelfVerifyTrainable(HostedTrainable):
     def validate(self, params: Params) -> Validation:
         """Evaluate answers to the validation questions; `report.health` warns if the gap has grown."""
         setup = self.setup
-        key, tasks = eval_key(setup, "validation"), setup.config.validation_tasks
+        key, tasks = eval_key(setup, "validation"), setup.config.evaluation.validation_tasks
         evaluation = evaluate_answers(roll_out_split(setup, params, key, "validation", tasks=tasks).trajectories)
         self.progress.log(validation_line(evaluation))
         return validation_of(evaluation)
@@ -288,7 +291,7 @@ class SelfVerifyTrainable(HostedTrainable):
         if best != last:
             stages |= {f"update {best}, best": (session.best_params()[1], session.best_version())}
         setup, key = self.setup, eval_key(self.setup, "test")
-        count = setup.config.test_tasks
+        count = setup.config.evaluation.test_tasks
         rollouts = {
             name: roll_out_split(setup, params, key, "test", tasks=count, version=version).trajectories
             for name, (params, version) in stages.items()

@@ -36,6 +36,7 @@ from flowgrpo.recipes.self_verify_config import preset as preset
 from flowgrpo.report.progress import Progress
 from flowgrpo.rewards.judge import ask_without_gold, shorten_quote
 from flowgrpo.rollout.effects import no_effects
+from flowgrpo.training.config import flat_settings
 from flowgrpo.training.run_dir import START
 from flowgrpo.training.warm_start import WarmStart, finish_warm_start, warm_start
 from flowgrpo.types import Task, Trajectory, Turn
@@ -116,14 +117,22 @@ def judge_prompt(text: ChatTokenizer, task: Task, answer: str) -> tuple[int, ...
 
 def demonstrations(text: ChatTokenizer, tasks: Sequence[Task], config: Config) -> list[Trajectory]:
     """Two demonstrations per task: an answer, and a verdict on another answer."""
-    env = single_turn(text, max_tokens=config.max_tokens)
+    env = single_turn(text, max_tokens=config.rollout.max_tokens)
     records = []
     for number, task in enumerate(tasks):
-        random = np.random.default_rng([config.seed, number, len(tasks)])
+        random = np.random.default_rng([config.run.seed, number, len(tasks)])
         prompt = env.reset(None, task, no_effects)[1].tokens
-        records.append(_record(text, prompt, draw_answer(task, random, config.imitated_accuracy), len(records)))
-        judged_answer = draw_answer(task, random, config.imitated_accuracy)
-        verdict = draw_verdict(task, judged_answer, random, config.judge_false_positives, config.judge_false_negatives)
+        records.append(
+            _record(text, prompt, draw_answer(task, random, config.warm_start.imitated_accuracy), len(records))
+        )
+        judged_answer = draw_answer(task, random, config.warm_start.imitated_accuracy)
+        verdict = draw_verdict(
+            task,
+            judged_answer,
+            random,
+            config.warm_start.judge_false_positives,
+            config.warm_start.judge_false_negatives,
+        )
         records.append(_record(text, judge_prompt(text, task, judged_answer), verdict, len(records)))
     return records
 
@@ -143,7 +152,7 @@ def make_start_model(folder: Path, config: Config) -> None:
 
     It appears when it is complete; an interrupted warm start is resumed.
     """
-    settings = {name: value for name, value in config.to_json().items() if name in MADE_WITH}
+    settings = {name: value for name, value in flat_settings(config.to_json()).items() if name in MADE_WITH}
     start, unfinished = folder / START, folder / f".{START}"
     if start.exists():
         check_start_settings(start, settings)
@@ -152,12 +161,12 @@ def make_start_model(folder: Path, config: Config) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     write_model(
         unfinished,
-        tokenizer_texts(config.seed),
-        seed=config.seed,
+        tokenizer_texts(config.run.seed),
+        seed=config.run.seed,
         pretokenizer=phrase_pretokenizer,
         vocab_size=VOCAB_SIZE,
     )
-    model, progress = load_model(unfinished), Progress(config.warm_steps)
+    model, progress = load_model(unfinished), Progress(config.warm_start.warm_steps)
     params = warm_start(
         verifier_imitation(model, config), folder, lambda step, loss: progress.show("warm start", step, {"loss": loss})
     )
@@ -177,11 +186,11 @@ def tokenizer_texts(seed: int) -> Iterator[str]:
 def verifier_imitation(model: Model, config: Config) -> WarmStart:
     """Warm start by imitation of answers and verdicts."""
     questions = {
-        "train": make_questions(config.seed, "train", FIRST_SHOWN, config.warm_tasks),
-        "validation": make_questions(config.seed, "validation", FIRST_SHOWN, VALIDATION_QUESTIONS),
+        "train": make_questions(config.run.seed, "train", FIRST_SHOWN, config.warm_start.warm_tasks),
+        "validation": make_questions(config.run.seed, "validation", FIRST_SHOWN, VALIDATION_QUESTIONS),
     }
     rows = {
         name: packed_imitation(demonstrations(model.tokenizer, tasks, config), row_length=ROW_LENGTH)
         for name, tasks in questions.items()
     }
-    return imitation_warm_start(rows, model, config, patience=PATIENCE)
+    return imitation_warm_start(rows, model, config.warm_start, seed=config.run.seed, patience=PATIENCE)

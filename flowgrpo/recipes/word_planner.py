@@ -28,12 +28,14 @@ SCORED_ROWS = 16  # rows of a block whose recorded tokens are scored
 
 def small_decoder_config(env: Env, config: Config) -> DecoderConfig:
     """The shape of a small decoder over the vocabulary of an environment."""
-    return small_config(len(env.vocabulary), d=config.model_dim, layers=config.layers, head=config.head_dim)
+    return small_config(
+        len(env.vocabulary), d=config.model.model_dim, layers=config.model.layers, head=config.model.head_dim
+    )
 
 
 def word_model(config: Config) -> Model:
     """The planner of a pure environment as a Llama of the same shape, without parameters."""
-    env = make_env(config.env)
+    env = make_env(config.environment.env)
     decoder = small_decoder_config(env, config)
     hf_config = llama_config(decoder)
     tokenizer: Any = SimpleNamespace(save=partial(write_words, words=env.vocabulary))
@@ -76,12 +78,12 @@ def write_words(folder: Path, words: Sequence[str]) -> None:
 
 
 def _token_decoder(config: Config, _folder: Path, _tokenizer: str | None = None) -> TokenDecoder:
-    return make_word_decoder(make_env(config.env).vocabulary)
+    return make_word_decoder(make_env(config.environment.env).vocabulary)
 
 
 def _scoring(config: Config, _folder: Path, params: Params) -> RecordedScoring:
-    settings = ScoreSettings(temperature=config.temperature, banned=(PAD,))
-    slots = max_trajectory_tokens(make_env(config.env))
+    settings = ScoreSettings(temperature=config.rollout.temperature, banned=(PAD,))
+    slots = max_trajectory_tokens(make_env(config.environment.env))
     return RecordedScoring(word_model(config).policy, params, settings, SCORED_ROWS, slots)
 
 

@@ -16,7 +16,7 @@ Modules:
     run_dir          The folder of a run: what it was started with, checked before it resumes, and one process at a time
     run_files        Names of all files that a run writes, so that no other file there is ever deleted or overwritten
     session          One run in its folder: warm start, the training loop, test
-    settings         Settings of every run on a host environment
+    settings         Sections of every run on a host environment
     signals          Ctrl-C and SIGTERM, which never part what belongs together
     stages           The stages of an update after its rollout, as pure functions
     time_budget      Time that a command may take, on a machine that is lent for some hours

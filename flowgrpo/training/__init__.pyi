@@ -2,7 +2,8 @@ from . import loop as loop
 from .checkpoints import Checkpoints as Checkpoints
 from .checkpoints import params_sha256 as params_sha256
 from .config import RunConfig as RunConfig
-from .config import TrainingConfig as TrainingConfig
+from .config import Section as Section
+from .config import make_config as make_config
 from .config import setting as setting
 from .iteration import Iteration as Iteration
 from .iteration import Rollout as Rollout

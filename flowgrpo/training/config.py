@@ -1,11 +1,20 @@
-"""Settings of a run: a frozen dataclass whose fields are each declared with type, default, description and bounds.
+"""Settings of a run: a Config of a few sections, in which each setting is declared with type, default and bounds.
+
+    @dataclass(frozen=True, kw_only=True)
+    class LearnerSection(Section):
+        learning_rate: float = setting(1e-3, "Learning rate.", "Learning", at_least=0.0)
 
     @dataclass(frozen=True, kw_only=True)
     class Config(RunConfig):
-        rate: float = setting(1e-3, "Learning rate.", "Learning", at_least=0.0)
+        learner: LearnerSection
 
-The flags of a command follow from the fields (`experiments.cli.flags`), and `run.json` stores their values. Making a
-Config raises `BadInput` for a value that has the wrong type, is not finite, or is out of bounds.
+    config = make_config(Config, {"learning_rate": 1e-5, "seed": 1})
+    config.learner.learning_rate                # as code reads it
+    config.replace(learning_rate=1e-4)          # as flags and keyword arguments name it
+
+Names of settings are unique within a Config, so that flags (`experiments.cli.flags`) and keyword arguments need no
+section; `run.json` stores the values by section. Making a section raises `BadInput` for a value that has the wrong
+type, is not finite, or is out of bounds; a Config checks what settings of several sections mean together.
 """
 
 import difflib
@@ -13,7 +22,8 @@ import math
 import types
 import typing
 from collections.abc import Collection, Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any, NamedTuple, Self, TypedDict, TypeVar
 
 from flowgrpo.errors import BadInput
@@ -34,6 +44,15 @@ class SettingInfo(NamedTuple):
     was: str | None = None  # earlier name, which is still read
 
 
+class Setting(NamedTuple):
+    """A setting as a section declares it."""
+
+    default: Any
+    info: SettingInfo
+    kind: type  # of its values
+    is_optional: bool  # whether it may be None
+
+
 def setting(
     default: Any,
     description: str,
@@ -46,7 +65,7 @@ def setting(
     may_change: bool = False,
     was: str | None = None,
 ) -> Any:
-    """Declare a setting as a field of a Config.
+    """Declare a setting as a field of a section.
 
     Args:
         default: value if nothing else is chosen; a recipe's `defaults` may replace it.
@@ -63,21 +82,16 @@ def setting(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Settings of every run."""
-
-    seed: int = setting(0, "Seed of all random numbers of the run.", "Run", at_least=0)
-    control: str = setting("none", "Control experiment that replaces one part of training; none: train normally.")
+class Section:
+    """Settings that are read together: the fields of a subclass, each declared by `setting`."""
 
     def __post_init__(self) -> None:
-        for declared in fields(self):
-            name, value = declared.name, getattr(self, declared.name)
-            info: SettingInfo = declared.metadata["info"]
-            kind, is_optional = setting_type(type(self), declared)
-            if value is None and is_optional:
+        for name, declared in settings_of_section(type(self)).items():
+            value, info = getattr(self, name), declared.info
+            if value is None and declared.is_optional:
                 continue
-            if value is None or not _has_type(value, kind):
-                expected = {int: "a whole number", float: "a finite number"}.get(kind, kind.__name__)
+            if value is None or not _has_type(value, declared.kind):
+                expected = {int: "a whole number", float: "a finite number"}.get(declared.kind, declared.kind.__name__)
                 raise BadInput(f"--{name}={value!r} must be {expected}")
             if info.choices and value not in info.choices:
                 raise BadInput(f"--{name}={value} is unknown; choose from {', '.join(info.choices)}")
@@ -86,28 +100,74 @@ class RunConfig:
             if info.at_most is not None and value > info.at_most:
                 raise BadInput(f"--{name}={value} must be at most {info.at_most:g}")
 
+    def settings(self) -> dict[str, Any]:
+        """Values by name."""
+        return {declared.name: getattr(self, declared.name) for declared in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection(Section):
+    """What every run has."""
+
+    seed: int = setting(0, "Seed of all random numbers of the run.", "Run", at_least=0)
+    control: str = setting("none", "Control experiment that replaces one part of training; none: train normally.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Settings of every run. A recipe's Config adds the sections that it reads, and checks them together."""
+
+    run: RunSection
+
     @classmethod
     def defaults(cls, chosen: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG003  recipes read it
         """Defaults by name; those of some recipes depend on chosen settings, such as the environment or the model."""
-        return {declared.name: declared.default for declared in fields(cls)}
+        return {name: declared.default for name, declared in declared_settings(cls).items()}
+
+    @classmethod
+    def from_settings(cls, values: Mapping[str, Any]) -> Self:
+        """A Config of these values by name; the others are as declared. `make_config` has those of the recipe."""
+        infos = setting_infos(cls)
+        unknown = sorted(values.keys() - infos.keys())
+        if unknown:
+            renamed = [name for name, info in infos.items() if info.was == unknown[0]]
+            close = renamed or difflib.get_close_matches(unknown[0], infos, n=1)
+            raise BadInput(f"{unknown[0]!r} is no setting{f'; did you mean {close[0]!r}?' if close else ''}")
+        parts: dict[str, Any] = {
+            name: section(**{key: values[key] for key in settings_of_section(section) if key in values})
+            for name, section in section_types(cls).items()
+        }
+        return cls(**parts)
+
+    def settings(self) -> dict[str, Any]:
+        """Values by name, of all sections."""
+        return {name: value for part in fields(self) for name, value in getattr(self, part.name).settings().items()}
+
+    def replace(self, **settings: object) -> Self:
+        """The same settings, but for these, which are checked again: `config.replace(seed=1, mesh=None)`."""
+        return self.from_settings(self.settings() | settings)
 
     def to_json(self) -> dict[str, Any]:
-        """Values by name, as `run.json` stores them."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        """Values by section and name, as `run.json` stores them."""
+        sections = {part.name: getattr(self, part.name).settings() for part in fields(self)}
+        return {
+            section: {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+            for section, values in sections.items()
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """A Config of the values in `run.json`, whose settings may have their earlier names."""
+        """A Config of the values in `run.json`: by section, or all in one, and perhaps by their earlier names."""
         infos = setting_infos(cls)
         current = {info.was: name for name, info in infos.items() if info.was is not None}
         settings: dict[str, Any] = {
             current.get(name, name): tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
+            for name, value in flat_settings(values).items()
         }
         wrong = sorted(infos.keys() ^ settings.keys())
         if wrong:
             raise BadInput(f"{wrong[0]!r} is {'missing' if wrong[0] in infos else 'no setting of this recipe'}")
-        return cls(**settings)
+        return cls.from_settings(settings)
 
     @classmethod
     def may_change(cls) -> tuple[str, ...]:
@@ -122,32 +182,48 @@ class RunSettings(TypedDict, total=False):
     control: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig(RunConfig):
-    """Settings of every run that trains by reinforcement learning."""
+def flat_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name, of those by section (`run.json`) or by name (a run of an earlier version)."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return flat
 
-    updates: int = setting(150, "Number of RL updates; 0 stops after imitation.", "Sizes", at_least=0, may_change=True)
-    warm_steps: int = setting(0, "Maximum number of imitation steps before RL; 0: none.", "Learning", at_least=0)
+
+@cache
+def section_types(config: type[RunConfig]) -> dict[str, type[Section]]:
+    """The sections of a Config by name."""
+    hints = typing.get_type_hints(config)
+    return {part.name: hints[part.name] for part in fields(config)}
 
 
-class TrainingSettings(RunSettings, total=False):
-    """Settings of every run that trains by reinforcement learning, as keyword arguments."""
+@cache
+def settings_of_section(section: type[Section]) -> dict[str, Setting]:
+    """The settings of a section by name, in the order of declaration."""
+    hints, settings = typing.get_type_hints(section), {}
+    for declared in fields(section):
+        hint = hints[declared.name]
+        is_optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_optional else [hint]
+        kind = typing.get_origin(kinds[0]) or kinds[0]
+        settings[declared.name] = Setting(declared.default, declared.metadata["info"], kind, is_optional)
+    return settings
 
-    updates: int
-    warm_steps: int
+
+@cache
+def declared_settings(config: type[RunConfig]) -> dict[str, Setting]:
+    """All settings of a Config by name, section after section."""
+    settings: dict[str, Setting] = {}
+    for section in section_types(config).values():
+        own = settings_of_section(section)
+        assert not own.keys() & settings.keys(), f"{config} has two settings called {own.keys() & settings.keys()}"
+        settings |= own
+    return settings
 
 
 def setting_infos(config: type[RunConfig]) -> dict[str, SettingInfo]:
-    """Each setting of a Config by name, in the order of declaration."""
-    return {declared.name: declared.metadata["info"] for declared in fields(config)}
-
-
-def setting_type(config: type[RunConfig], declared: Field) -> tuple[type, bool]:
-    """Type of a setting's values, and whether it may be None."""
-    hint = typing.get_type_hints(config)[declared.name]
-    is_optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_optional else [hint]
-    return typing.get_origin(kinds[0]) or kinds[0], is_optional
+    """How each setting of a Config is described, by name."""
+    return {name: declared.info for name, declared in declared_settings(config).items()}
 
 
 def _has_type(value: Any, kind: type) -> bool:
@@ -159,10 +235,6 @@ def _has_type(value: Any, kind: type) -> bool:
 
 def make_config(config: type[C], values: Mapping[str, Any]) -> C:
     """A Config of these values, and of the defaults that fit them; raises `BadInput` for an unknown name."""
-    infos = setting_infos(config)
-    unknown = sorted(values.keys() - infos.keys())
-    if unknown:
-        renamed = [name for name, info in infos.items() if info.was == unknown[0]]
-        close = renamed or difflib.get_close_matches(unknown[0], infos, n=1)
-        raise BadInput(f"{unknown[0]!r} is no setting{f'; did you mean {close[0]!r}?' if close else ''}")
-    return config(**{**config.defaults(values), **values})
+    unknown = values.keys() - setting_infos(config).keys()
+    defaults = {} if unknown else config.defaults(values)  # an unknown name is reported before anything else
+    return config.from_settings({**defaults, **values})

@@ -17,14 +17,14 @@ import numpy as np
 from flowgrpo.data import task_sampling
 from flowgrpo.data.task_sampling import SuccessRates
 from flowgrpo.rollout.records import RecordedTrajectory
-from flowgrpo.training.settings import ChoiceConfig
+from flowgrpo.training.settings import ChosenTasksSection
 from flowgrpo.types import BadInput, Task
 
 Draw = Callable[[str, int, int], list[Task]]  # (split, first, count) -> tasks
 
 
 def make_task_sampler(
-    config: ChoiceConfig, draw: Draw, train: Callable[[], Sequence[Task]], *, groups: int
+    settings: ChosenTasksSection, draw: Draw, train: Callable[[], Sequence[Task]], *, groups: int, seed: int
 ) -> tuple[Draw, "HardTaskSampler | None"]:
     """The draw of a run, and the sampler that replaces it in training for --prompts=hard.
 
@@ -33,22 +33,22 @@ def make_task_sampler(
         train: returns all training tasks.
         groups: number of groups of an update.
     """
-    if config.prompts == "uniform":
+    if settings.prompts == "uniform":
         return draw, None
     tasks = tuple(train())
-    if config.prompts == "hard":
-        return draw, HardTaskSampler(tasks, config.seed, groups=groups)
-    assert config.difficulty is not None  # checked by the Config
-    easiest = task_sampling.sort_by_difficulty(tasks, config.difficulty)
+    if settings.prompts == "hard":
+        return draw, HardTaskSampler(tasks, seed, groups=groups)
+    assert settings.difficulty is not None  # checked by the Config
+    easiest = task_sampling.sort_by_difficulty(tasks, settings.difficulty)
 
     def draw_curriculum(split: str, first: int, count: int) -> list[Task]:
         """In training, a task of those that are open in the update of its group; in other splits `draw`."""
         if split != "train":
             return draw(split, first, count)
-        updates = config.curriculum_updates or 1
+        updates = settings.curriculum_updates or 1
         return [
             task_sampling.curriculum_task(
-                easiest, config.seed, group, task_sampling.num_open_tasks(group // groups, updates, len(easiest))
+                easiest, seed, group, task_sampling.num_open_tasks(group // groups, updates, len(easiest))
             )
             for group in range(first, first + count)
         ]
@@ -56,12 +56,12 @@ def make_task_sampler(
     return draw_curriculum, None
 
 
-def curriculum_metrics(config: ChoiceConfig, update: int) -> dict[str, float]:
+def curriculum_metrics(settings: ChosenTasksSection, update: int) -> dict[str, float]:
     """Fraction of the tasks that may come up in an update of a curriculum; {} without one."""
-    if config.prompts != "curriculum":
+    if settings.prompts != "curriculum":
         return {}
     count = 10_000  # tasks, to read the fraction from
-    return {"tasks_open": task_sampling.num_open_tasks(update, config.curriculum_updates or 1, count) / count}
+    return {"tasks_open": task_sampling.num_open_tasks(update, settings.curriculum_updates or 1, count) / count}
 
 
 def success_by_group(trajectories: Sequence[RecordedTrajectory]) -> dict[int, float]:

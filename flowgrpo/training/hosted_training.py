@@ -78,7 +78,7 @@ class HostedTrainable(EvaluatedTrainable):
 
     def __init__(self, setup: HostedSetup, recipe: str):
         journal = EffectLog(setup.folder / "journal", _last_checkpoint(setup.folder))
-        progress = setup.progress or Progress(setup.config.updates)
+        progress = setup.progress or Progress(setup.config.run.updates)
         self.setup = setup._replace(
             call_tool=journal.wrap_tools(setup.call_tool),
             reward=None if setup.reward is None else journal.wrap_reward(setup.reward),
@@ -86,11 +86,11 @@ class HostedTrainable(EvaluatedTrainable):
             progress=progress,
         )
         self.subset, self.extra_state = setup.planner.trainable, setup.task_sampler
-        self.offloads_models = setup.config.offload != "none"
+        self.offloads_models = setup.config.devices.offload != "none"
         super().__init__(
             recipe,
             setup.config,
-            updates=setup.config.updates,
+            updates=setup.config.run.updates,
             name=setup.name,
             algorithm=setup.algorithm.name,
             optimizer=setup.optimizer,
@@ -157,12 +157,12 @@ class HostedTrainable(EvaluatedTrainable):
 
 def run_key(setup: HostedSetup) -> jax.Array:
     """The key of training, from which each update's keys are derived."""
-    return jax.random.split(jax.random.key(setup.config.seed), 3)[0]
+    return jax.random.split(jax.random.key(setup.config.run.seed), 3)[0]
 
 
 def eval_key(setup: HostedSetup, split: str) -> jax.Array:
     """The key of the evaluations on a split."""
-    return jax.random.split(jax.random.key(setup.config.seed), 3)[("run", "validation", "test").index(split)]
+    return jax.random.split(jax.random.key(setup.config.run.seed), 3)[("run", "validation", "test").index(split)]
 
 
 # Training -----------------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ def make_hosted_iteration(setup: HostedSetup, roll_out: RollOut, *, donates: boo
         tools=len(setup.env.tools),
         samples=sizes.samples,
         trajectories=sizes.queries * sizes.oversample * sizes.samples,
-        max_trajectory_tokens=config.context_tokens,
-        turns=1 if config.rendering == "append" else setup.env.max_turns,
+        max_trajectory_tokens=config.rollout.context_tokens,
+        turns=1 if config.rollout.rendering == "append" else setup.env.max_turns,
     )
     stages = make_update_stages(
         planner.policy,
@@ -188,14 +188,14 @@ def make_hosted_iteration(setup: HostedSetup, roll_out: RollOut, *, donates: boo
         sizes,
         banned=setup.model.banned,
         trainable=planner.trainable,
-        slots=config.context_tokens,
+        slots=config.rollout.context_tokens,
     )
     staging = Staging(
         offloader=setup.offloader,
         release=setup.engine.release,  # its cache is useless under new weights
         scores_ahead=True,
         donates=donates,
-        watch_seconds=config.watch_seconds,
+        watch_seconds=config.run.watch_seconds,
     )
     return Iteration(roll_out, stages, shape, staging)
 
@@ -217,11 +217,11 @@ def to_judged_rollout(
     if update == 0:
         setup.check_first_rollout(trajectories)
     rollout, judged = to_arrays(setup, result), with_outcome(trajectories)
-    if setup.config.control == "shuffled_rewards":
+    if setup.config.run.control == "shuffled_rewards":
         control_key = _rollout_and_control_keys(state.key, update)[1]
         rollout = jax.device_get(shuffled_rewards(rollout, control_key, samples=setup.sizes.samples))
 
-    recorded = [i for i, trajectory in enumerate(trajectories) if trajectory.group < setup.config.recorded_groups]
+    recorded = [i for i, trajectory in enumerate(trajectories) if trajectory.group < setup.config.run.recorded_groups]
     path = setup.folder / "trajectories" / f"{update + 1:06d}.jsonl"
     write_trajectories(path, [trajectories[i] for i in recorded])
 
@@ -248,8 +248,8 @@ def check_prompts_fit(config: HostedConfig, update: int, trajectories: Sequence[
         trajectory.status == Status.TOKEN_LIMIT and not trajectory.turns for trajectory in trajectories
     ):
         raise BadInput(
-            f"--context_tokens={config.context_tokens} holds none of the prompts of update {update + 1} with an action "
-            f"of --max_tokens={config.max_tokens}: raise it, or lower --max_tokens"
+            f"--context_tokens={config.rollout.context_tokens} holds none of the prompts of update {update + 1} with "
+            f"an action of --max_tokens={config.rollout.max_tokens}: raise it, or lower --max_tokens"
         )
 
 

@@ -35,7 +35,7 @@ from flowgrpo.rollout.trajectory_thread import Submit
 from flowgrpo.training.curriculum import Draw, HardTaskSampler
 from flowgrpo.training.planner import OFFLOAD, Planner
 from flowgrpo.training.session import TestReport, before_after_table
-from flowgrpo.training.settings import HostedConfig
+from flowgrpo.training.settings import DevicesSection, HostedConfig, LearnerSection, RolloutSection
 from flowgrpo.training.stages import IterationSettings
 from flowgrpo.training.warm_start import WarmStart
 from flowgrpo.types import BadInput, Metrics, Params, Task, Trajectories
@@ -85,10 +85,10 @@ def default_min_decode_batch() -> int | None:
 def make_engine(model: Model, config: HostedConfig, *, max_recorded_top_k: int = 0) -> Engine:
     """An engine whose slots each hold a whole context."""
     settings = EngineSettings(
-        slots=config.slots,
-        slot_length=config.context_tokens,
-        chunk=config.prefill_chunk,
-        steps=config.decode_steps,
+        slots=config.devices.slots,
+        slot_length=config.rollout.context_tokens,
+        chunk=config.devices.prefill_chunk,
+        steps=config.devices.decode_steps,
         banned=model.banned,
         max_recorded_top_k=max_recorded_top_k,
         min_decode_batch=default_min_decode_batch(),
@@ -96,21 +96,21 @@ def make_engine(model: Model, config: HostedConfig, *, max_recorded_top_k: int =
     return Engine(model.policy, model.params, settings, detokenize=model.tokenizer.decode)
 
 
-def sizes_of(config: HostedConfig, planner: Planner) -> IterationSettings:
+def sizes_of(rollout: RolloutSection, learner: LearnerSection, planner: Planner) -> IterationSettings:
     """Sizes of an iteration."""
     return IterationSettings(
-        queries=config.queries,
-        samples=config.samples,
-        temperature=config.temperature,
-        mini_batches=config.mini_batches,
-        micro_rows=config.micro_rows,
+        queries=rollout.queries,
+        samples=rollout.samples,
+        temperature=rollout.temperature,
+        mini_batches=learner.mini_batches,
+        micro_rows=learner.micro_rows,
         compute_dtype=planner.compute_dtype,
     )
 
 
 def compile_engines(setup: HostedSetup) -> HostedSetup:
     """Compile all programs of the engines before any deadline runs -> the setup with a progress display."""
-    progress = Progress(setup.config.updates)
+    progress = Progress(setup.config.run.updates)
     engines = [engine for engine in (setup.engine, setup.role_engine) if engine is not None]
     for done, engine in enumerate(engines):
         progress.step("compile", done, len(engines))
@@ -129,9 +129,9 @@ def draw_from(tasks: Tasks, seed: int) -> Draw:
     return lambda split, first, count: batch_at(splits[split], seed, first, count)[0]
 
 
-def make_offloader(config: HostedConfig, folder: Path) -> HostOffloader:
+def make_offloader(devices: DevicesSection, folder: Path) -> HostOffloader:
     """The offloader of models that a stage does not use; on disk they are in the run's folder."""
-    place = OFFLOAD[config.offload]
+    place = OFFLOAD[devices.offload]
     return HostOffloader(placement_table(place), folder=make_folder(folder / "offload") if place == DISK else None)
 
 
@@ -200,7 +200,7 @@ def roll_out_tasks(
 
 def concurrency_of(setup: HostedSetup) -> int:
     """Trajectories that run at a time: at most the slots, so that one that waits for a tool keeps its cache."""
-    return setup.concurrency or setup.config.slots
+    return setup.concurrency or setup.config.devices.slots
 
 
 def make_hosted_rollout(
@@ -220,10 +220,10 @@ def make_hosted_rollout(
         call_tool=call_tool,
         reward=reward,
         is_solved=setup.is_solved,
-        temperature=config.temperature,
+        temperature=config.rollout.temperature,
         concurrency=concurrency or concurrency_of(setup),
-        deadline=config.group_seconds,
-        turn_deadline=config.turn_seconds,
+        deadline=config.rollout.group_seconds,
+        turn_deadline=config.rollout.turn_seconds,
         expired_deadlines=NO_DEADLINES if journal is None else journal.expired_deadlines(),
     )
 
@@ -326,7 +326,7 @@ def evaluate_trajectories(
 def validate(setup: HostedSetup, key: jax.Array, params: Params) -> Evaluation:
     """Evaluate parameters on the validation tasks."""
     with record_effects(setup, "validation"):
-        result = roll_out_split(setup, params, key, "validation", tasks=setup.config.validation_tasks)
+        result = roll_out_split(setup, params, key, "validation", tasks=setup.config.evaluation.validation_tasks)
         return evaluate_trajectories(result.trajectories, setup.env.tools)
 
 
@@ -335,7 +335,9 @@ def test(setup: HostedSetup, key: jax.Array, params: Sequence[Params], versions:
     rollouts = []
     for when, weights, version in zip(("before", "after"), params, versions, strict=True):
         with record_effects(setup, f"test-{when}"):
-            result = roll_out_split(setup, weights, key, "test", tasks=setup.config.test_tasks, version=version)
+            result = roll_out_split(
+                setup, weights, key, "test", tasks=setup.config.evaluation.test_tasks, version=version
+            )
             evaluate_trajectories(result.trajectories, setup.env.tools)  # raises if none has an outcome
         write_trajectories(setup.folder / "trajectories" / f"test-{when}.jsonl", result.trajectories)
         rollouts.append(result.trajectories)

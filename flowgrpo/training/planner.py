@@ -26,7 +26,7 @@ from flowgrpo.models.trainable import ADAPTER, ALL_PARAMS, TrainableSubset, cast
 from flowgrpo.parallel.offload import DEVICE, DISK, HOST
 from flowgrpo.parallel.sharding import decoder_axes, place_state, resolve_mesh, shard_policy
 from flowgrpo.training.names import WHOLE_BASE
-from flowgrpo.training.settings import PlannerConfig
+from flowgrpo.training.settings import DevicesSection, ModelSection
 from flowgrpo.training.stages import rollout_params
 from flowgrpo.types import BadInput, Params, PyTree
 
@@ -46,82 +46,86 @@ class Planner(NamedTuple):
     to_mesh: Callable[[PyTree], PyTree]  # places a tree of parameters on the mesh
 
 
-def lora_of(config: PlannerConfig) -> LoraConfig | None:
+def lora_of(settings: ModelSection) -> LoraConfig | None:
     """The adapter of a run; None if it trains all parameters."""
-    if not config.lora_rank:
+    if not settings.lora_rank:
         return None
-    return LoraConfig(rank=config.lora_rank, alpha=config.lora_alpha, targets=tuple(config.lora_targets.split(",")))
+    return LoraConfig(
+        rank=settings.lora_rank, alpha=settings.lora_alpha, targets=tuple(settings.lora_targets.split(","))
+    )
 
 
-def frozen_base_dtype(config: PlannerConfig) -> str | None:
+def frozen_base_dtype(settings: ModelSection) -> str | None:
     """The quantised type of the weights under an adapter; None if they are not quantised."""
-    return None if config.base_dtype == WHOLE_BASE else config.base_dtype
+    return None if settings.base_dtype == WHOLE_BASE else settings.base_dtype
 
 
-def has_master_weights(config: PlannerConfig) -> bool:
+def has_master_weights(settings: ModelSection) -> bool:
     """Whether float32 master weights are trained that compute in another type; a frozen base needs none."""
-    return config.dtype != "float32" and lora_of(config) is None
+    return settings.dtype != "float32" and lora_of(settings) is None
 
 
-def template_of(config: PlannerConfig) -> str | None:
+def template_of(settings: ModelSection) -> str | None:
     """The chat template that the settings give the model; None for its own."""
-    return None if config.chat_template is None else read_template(config.chat_template)
+    return None if settings.chat_template is None else read_template(settings.chat_template)
 
 
-def load_start(path: str | Path, config: PlannerConfig, model: Model | None = None) -> Model:
+def load_start(path: str | Path, settings: ModelSection, model: Model | None = None) -> Model:
     """The planner's start, in the type in which its parameters are trained; `model` is one that has been loaded."""
-    dtype = "float32" if has_master_weights(config) else config.dtype
+    dtype = "float32" if has_master_weights(settings) else settings.dtype
     if model is not None:
-        if frozen_base_dtype(config) is not None:
+        if frozen_base_dtype(settings) is not None:
             raise BadInput(
-                f"--base_dtype={config.base_dtype} quantises weights as they are read, and the model has been: load it "
-                "with quantised=, or give its folder"
+                f"--base_dtype={settings.base_dtype} quantises weights as they are read, and the model has been: load "
+                "it with quantised=, or give its folder"
             )
         is_quantised = any(isinstance(x, Quantised) for x in model.params.values())
         return model if is_quantised else model._replace(params=cast(model.params, dtype))
-    return load_model(path, dtype=dtype, quantised=frozen_base_dtype(config), template=template_of(config))
+    return load_model(path, dtype=dtype, quantised=frozen_base_dtype(settings), template=template_of(settings))
 
 
-def frozen_start(start: Model, config: PlannerConfig) -> Model:
+def frozen_start(start: Model, settings: ModelSection) -> Model:
     """The planner's start in the type that computes; frozen, it speaks the other roles."""
-    if not has_master_weights(config):
+    if not has_master_weights(settings):
         return start
     policy = make_policy(
         start.config,
-        dtype=config.dtype,
+        dtype=settings.dtype,
         unroll=_unroll(start),
         unstack_on_cpu=True,
-        attend=get_kernel(config.attention),
+        attend=get_kernel(settings.attention),
     )
-    return start._replace(policy=policy, params=cast(start.params, config.dtype))
+    return start._replace(policy=policy, params=cast(start.params, settings.dtype))
 
 
-def check_planner(config: PlannerConfig) -> tuple[LoraConfig | None, Mesh | None]:
+def check_planner(settings: ModelSection, devices: DevicesSection) -> tuple[LoraConfig | None, Mesh | None]:
     """The adapter and the mesh of a planner; raises `BadInput` if its settings contradict each other."""
-    lora, offloads = lora_of(config), config.offload != "none"
+    lora, offloads = lora_of(settings), devices.offload != "none"
     if lora is not None and offloads:
         raise BadInput("--offload moves the weights that an adapter's base shares: leave out --offload or --lora_rank")
-    if lora is not None and config.model is None:
+    if lora is not None and settings.model is None:
         raise BadInput("--lora_rank needs --model: the small model that is made here has to be trained whole")
-    if lora is None and config.base_dtype != WHOLE_BASE:
-        raise BadInput(f"--base_dtype={config.base_dtype} freezes the weights: give --lora_rank=16 too, for an adapter")
-    if config.mesh is None:
+    if lora is None and settings.base_dtype != WHOLE_BASE:
+        raise BadInput(
+            f"--base_dtype={settings.base_dtype} freezes the weights: give --lora_rank=16 too, for an adapter"
+        )
+    if devices.mesh is None:
         return lora, None  # one device: an engine decodes on the first
     if offloads:
         raise BadInput("--offload moves the models of one device: leave out --mesh, or --offload")
-    return lora, resolve_mesh(config.mesh)
+    return lora, resolve_mesh(devices.mesh)
 
 
-def make_planner(start: Model, config: PlannerConfig) -> Planner:
+def make_planner(start: Model, settings: ModelSection, devices: DevicesSection, *, seed: int) -> Planner:
     """The planner that starts as this model."""
-    lora, mesh = check_planner(config)
+    lora, mesh = check_planner(settings, devices)
     axes: Any = decoder_axes(start.config)
-    attend, unstack = get_kernel(config.attention), config.mesh is None
+    attend, unstack = get_kernel(settings.attention), devices.mesh is None
     if lora is None:
         policy = make_policy(
             start.config,
-            dtype=config.dtype,
-            remat=config.remat,
+            dtype=settings.dtype,
+            remat=settings.remat,
             unroll=_unroll(start),
             unstack_on_cpu=unstack,
             attend=attend,
@@ -129,11 +133,11 @@ def make_planner(start: Model, config: PlannerConfig) -> Planner:
         params, trainable = start.params, ALL_PARAMS
     else:
         policy = lora_policy(
-            start.config, lora, dtype=config.dtype, remat=config.remat, unstack_on_cpu=unstack, attend=attend
+            start.config, lora, dtype=settings.dtype, remat=settings.remat, unstack_on_cpu=unstack, attend=attend
         )
-        params = LoraParams(start.params, init_adapter(jax.random.key(config.seed), start.config, lora))
+        params = LoraParams(start.params, init_adapter(jax.random.key(seed), start.config, lora))
         axes, trainable = LoraParams._make((axes, adapter_axes(lora))), ADAPTER
-    compute_dtype = jnp.dtype(config.dtype) if has_master_weights(config) else None
+    compute_dtype = jnp.dtype(settings.dtype) if has_master_weights(settings) else None
 
     def to_engine(params: Params) -> Params:
         """Parameters in the type that computes; over a mesh, gathered on the first local device."""

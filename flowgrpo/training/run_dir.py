@@ -23,7 +23,8 @@ import jax
 
 from flowgrpo import launch
 from flowgrpo.files import make_folder, read_json, write_atomic
-from flowgrpo.renamed import SETTINGS, current_names
+from flowgrpo.renamed import REMOVED, SETTINGS, current_names
+from flowgrpo.training.config import flat_settings
 from flowgrpo.training.run_files import (
     BEFORE,
     CHECKPOINTS,
@@ -148,14 +149,14 @@ def check_run(
     if path.exists():
         saved = read_run(folder)
         check_same(folder, saved, current, may_change=may_change)
-        if saved == current:
+        if saved == current | {"settings": flat_settings(current["settings"])}:
             return
     write_atomic(path, json.dumps(current, indent=1) + "\n")
 
 
 def identity(recipe: str, settings: Mapping[str, JSON], objects: Mapping[str, str] = {}) -> dict[str, JSON]:
     """What the bits of a run depend on: recipe, settings, names of objects, machine; every number must be finite."""
-    for name, value in settings.items():
+    for name, value in flat_settings(settings).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise BadInput(f"{name} is {value}: give a finite number")
     named = {"objects": dict(objects)} if objects else {}
@@ -163,16 +164,15 @@ def identity(recipe: str, settings: Mapping[str, JSON], objects: Mapping[str, st
     return json.loads(json.dumps(parts, default=str))
 
 
-def check_same(
-    path: Path, saved: Mapping[str, JSON], current: Mapping[str, JSON], *, may_change: Sequence[str] = ()
-) -> None:
-    """Raise `BadInput` if the identity saved at `path` is not the current one."""
+def check_same(path: Path, saved: dict[str, JSON], current: dict[str, JSON], *, may_change: Sequence[str] = ()) -> None:
+    """Raise `BadInput` if the identity saved at `path`, as `check_identity` returns it, is not the current one."""
     if saved.get("recipe") != current["recipe"]:
         raise BadInput(
             f"{path} holds a run of {saved.get('recipe')}, not of {current['recipe']}: choose another folder"
         )
+    here = current | {"settings": flat_settings(current["settings"])}
     by_part = (
-        list_differences(saved.get(part, {}), current.get(part, {}), may_change)
+        list_differences(saved.get(part, {}), here.get(part, {}), may_change)
         for part in ("objects", "settings", "machine")
     )
     differences = list(dict.fromkeys(words for part in by_part for words in part))  # both may name the devices
@@ -223,7 +223,7 @@ def machine() -> dict[str, JSON]:
 
 
 def read_run(folder: str | os.PathLike) -> dict[str, JSON]:
-    """The `recipe`, `settings` and `machine` with which a run was last started, from `run.json`."""
+    """The `recipe`, `settings` (by name) and `machine` with which a run was last started, from `run.json`."""
     path = Path(folder) / RUN
     if not path.exists():
         raise BadInput(f"{folder} holds no run: {RUN} is missing; give the folder of one")
@@ -231,7 +231,10 @@ def read_run(folder: str | os.PathLike) -> dict[str, JSON]:
 
 
 def check_identity(identity: JSON, path: Path) -> dict[str, JSON]:
-    """The identity that was read at `path`, settings under their current names; `BadInput` if it is none."""
+    """The identity that was read at `path`, settings by their current names; `BadInput` if it is none.
+
+    Settings may be stored by section, or all in one, as earlier versions did.
+    """
     record = identity if isinstance(identity, dict) else {}
     for name in ("settings", "machine"):
         if not isinstance(record.get(name), dict):
@@ -241,9 +244,11 @@ def check_identity(identity: JSON, path: Path) -> dict[str, JSON]:
     if not isinstance(record.get("recipe"), str):
         raise BadInput(f"{path} names no recipe, so it was written by an earlier version: choose another folder")
     objects = record.get("objects")
+    settings = current_names(flat_settings(record["settings"]), SETTINGS)
+    removed = REMOVED.get(record["recipe"], ())
     return {
         "recipe": record["recipe"],
-        "settings": current_names(record["settings"], SETTINGS),
+        "settings": {name: value for name, value in settings.items() if name not in removed},
         **({"objects": objects} if isinstance(objects, dict) else {}),
         "machine": record["machine"],
     }

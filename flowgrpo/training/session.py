@@ -39,7 +39,7 @@ from flowgrpo.report.plots import draw_curves
 from flowgrpo.report.progress import Progress
 from flowgrpo.report.sinks import open_sinks
 from flowgrpo.training.checkpoints import Checkpoints, is_disk_full, params_sha256
-from flowgrpo.training.config import RunConfig
+from flowgrpo.training.config import RunConfig, flat_settings
 from flowgrpo.training.iteration import Step, to_numbers
 from flowgrpo.training.next_steps import training_message
 from flowgrpo.training.run_dir import check_identity, check_same, delete_run, identity, machine, run_folder
@@ -331,7 +331,7 @@ class Session:
         position = saved_position(self.folder) if self.snapshot is None else self.snapshot.position
         if position is None:
             check_no_unsaved_updates(self.folder)
-        loggers_sinks = open_sinks(loggers, config=self.trainable.config.to_json(), log=log)
+        loggers_sinks = open_sinks(loggers, config=flat_settings(self.trainable.config.to_json()), log=log)
         return MetricsWriter(self.folder, position, sinks=[partial(health_sink, log=log), *loggers_sinks])
 
     # Checkpoints --------------------------------------------------------------------------------------
@@ -460,13 +460,13 @@ class Session:
             "minutes": minutes,
             "updates": int(self.state.update),
             "best_update": self.checkpoints.best(),
-            "seed": self.trainable.config.seed,
+            "seed": self.trainable.config.run.seed,
             "tokens_per_second": float(np.median(speeds)) if speeds else None,
             "params_sha256": params_sha256(self.state.learner.params),
             "resumed_at": self.resumed_at,
             "env": self.trainable.name,
             "algorithm": self.trainable.algorithm,
-            "control": self.trainable.config.control,
+            "control": self.trainable.config.run.control,
         }
         self.write_result(result)
         with defer_signals():  # an interruption in matplotlib's compiled parts would come out as another error

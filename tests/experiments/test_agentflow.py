@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -103,12 +102,12 @@ def test_what_is_compiled_is_what_the_settings_ask_for():
     job = hosted_workload(config)  # contexts afresh: each of the three turns is a row
     assert (job.rows, job.length, job.prompt) == (24, 8192, 8192 - 2048)
     assert (job.dtype, job.compute_dtype, job.remat) == ("float32", "bfloat16", True)
-    adapted = hosted_workload(replace(config, lora_rank=4, rendering="append"))
+    adapted = hosted_workload(config.replace(lora_rank=4, rendering="append"))
     assert (adapted.rows, adapted.dtype, adapted.compute_dtype) == (8, "bfloat16", None)
 
 
 def test_defaults_are_offline_or_with_a_model_the_papers():
-    paper = preset("some/model").to_json()
+    paper = preset("some/model").settings()
     names = (
         "queries",
         "samples",
@@ -121,6 +120,6 @@ def test_defaults_are_offline_or_with_a_model_the_papers():
         "max_tokens",
     )
     assert [paper[name] for name in names] == [32, 8, 1e-6, 0.001, 0.2, 0.5, 3, 10, 2048]
-    assert preset().warm_steps > 0
+    assert preset().warm_start.warm_steps > 0
     with pytest.raises(BadInput, match="is no setting"):
         preset(colour="red")  # type: ignore[call-arg]

@@ -197,10 +197,10 @@ def _played(env: fg.Env):
 
 def test_settings_are_the_studies_unless_others_are_chosen():
     study = STUDIES["credit"]()
-    assert study_config(study, "lookup", {}).updates == study.changes["updates"]
-    assert study_config(study, "lookup", {}).warm_steps == study.changes["warm_steps"]
+    assert study_config(study, "lookup", {}).run.updates == study.changes["updates"]
+    assert study_config(study, "lookup", {}).warm_start.warm_steps == study.changes["warm_steps"]
     chosen = study_config(study, "lookup", {"updates": 7})
-    assert (chosen.updates, chosen.decay_updates) == (7, 7)
+    assert (chosen.run.updates, chosen.learner.decay_updates) == (7, 7)
 
 
 def test_some_arms_and_always_the_baseline():

@@ -1,7 +1,6 @@
 """Export: the folder that is written opens, and computes what the run's planner computed."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -104,7 +103,7 @@ def test_a_hosted_run_is_exported_with_its_tokenizer(run, tmp_path):
 
 @pytest.mark.slow
 def test_a_given_model_keeps_its_own_tokenizer_and_dtype(started, tmp_path):
-    config = replace(HOSTED, model=str(started / START), dtype="bfloat16")
+    config = HOSTED.replace(model=str(started / START), dtype="bfloat16")
     model = load_model(started / START, dtype="bfloat16")
     write_run(tmp_path, config, model.params, trained=[moved(model.params, 1)])
     export(tmp_path, tmp_path / "out")
@@ -127,8 +126,8 @@ def test_of_an_actor_and_its_critic_the_actor_is_written(run, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("base", BASE_DTYPES)
 def test_an_adapter_is_merged_or_written_alone(run, tmp_path, base):
-    config = replace(HOSTED, lora_rank=3, lora_alpha=6.0, lora_targets="q,v,down", base_dtype=base)
-    model, lora = load_start(run / START, config), lora_of(config)
+    config = HOSTED.replace(lora_rank=3, lora_alpha=6.0, lora_targets="q,v,down", base_dtype=base)
+    model, lora = load_start(run / START, config.model), lora_of(config.model)
     assert lora is not None
     adapter = moved(init_adapter(jax.random.key(0), model.config, lora), 1)
     check_run(run, "agent", config.to_json())
@@ -188,14 +187,14 @@ def test_a_quickstart_is_exported_as_a_small_llama(of_words, tmp_path, command):
 def test_M5_a_hosted_run_is_exported_as_gguf(run, tmp_path, base):
     """M5: the file is the checkpoint that was asked for, with its adapter merged into its base."""
     pytest.importorskip("gguf")
-    config = HOSTED if base == "none" else replace(HOSTED, lora_rank=3, lora_alpha=6.0, base_dtype=base)
+    config = HOSTED if base == "none" else HOSTED.replace(lora_rank=3, lora_alpha=6.0, base_dtype=base)
     model, out = load_model(run / START), tmp_path / "planner"
     if base == "none":
         whole = moved(model.params, 1)
         write_run(run, config, model.params, trained=[whole])
         expected = logits(model.policy, whole)
     else:
-        model, lora = load_start(run / START, config), lora_of(config)
+        model, lora = load_start(run / START, config.model), lora_of(config.model)
         assert lora is not None
         adapted = LoraParams(model.params, moved(init_adapter(jax.random.key(0), model.config, lora), 1))
         check_run(run, "agent", config.to_json())
@@ -214,7 +213,7 @@ def test_M5_a_hosted_run_is_exported_as_gguf(run, tmp_path, base):
         messages
     ) == model.tokenizer.hf_tokenizer.apply_chat_template(messages)
     assert again.tokenizer.stop_ids == model.tokenizer.stop_ids
-    assert f"PARAMETER temperature {config.temperature:g}\n" in (out / "Modelfile").read_text()
+    assert f"PARAMETER temperature {config.rollout.temperature:g}\n" in (out / "Modelfile").read_text()
     card = (out / "README.md").read_text()
     assert 'library_name: "gguf"' in card
     assert "Whole weights in GGUF's F32, for llama.cpp and Ollama" in card
@@ -233,7 +232,7 @@ def test_the_command_writes_gguf_and_says_what_is_wrong(run, of_words, tmp_path,
     assert f"ollama create planner -f {out}/Modelfile" in done.stdout
     assert f"chat --model={out}/planner.gguf" in done.stdout
     (next_run := tmp_path / "next").mkdir()
-    write_run(next_run, replace(HOSTED, model=str(out / "planner.gguf")), model.params, trained=[model.params])
+    write_run(next_run, HOSTED.replace(model=str(out / "planner.gguf")), model.params, trained=[model.params])
     with pytest.raises(BadInput, match="is the model that the run started with"):
         export_gguf(next_run, out)
     export_gguf(next_run, tmp_path / "next model")

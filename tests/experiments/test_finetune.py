@@ -1,11 +1,8 @@
 """Fine-tuning as a command: a folder in, a better folder out; it goes on where it was stopped, to the same bits."""
 
 import json
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +10,8 @@ import pytest
 import flowgrpo as fg
 from flowgrpo.learner.conversations import preference_rows
 from flowgrpo.recipes import finetune as module
-from flowgrpo.recipes.finetune import RECIPE, Config, batches, margins_of, split_examples
+from flowgrpo.recipes.finetune import RECIPE, batches, margins_of, split_examples
+from flowgrpo.recipes.finetune_config import DataSection, preset
 from flowgrpo.recipes.offline_start import write_model
 from flowgrpo.training.checkpoints import Checkpoints
 from tests.experiments.conftest import check_refused, last_line, metrics
@@ -35,17 +33,12 @@ def conversation(size: int, group: int = 0, outcome: float = 1.0) -> fg.Trajecto
     return fg.Trajectory([fg.Turn(np.arange(size) + 1, chosen, np.zeros(size, np.float32))], outcome, group)
 
 
-def asked(max_tokens: int) -> Any:
-    """Settings of a file that needn't be there."""
-    return SimpleNamespace(max_tokens=max_tokens, held_out=0.3, seed=0, data="x.jsonl")
-
-
 def test_too_long_examples_are_left_out_and_counted():
     examples = [conversation(size) for size in (4, 9, 5, 6)]
-    parts = split_examples(asked(6), examples)
+    parts = split_examples(DataSection(data="x.jsonl", max_tokens=6, held_out=0.3), examples, seed=0)
     assert (len(parts.train), len(parts.held_out), parts.num_too_long) == (2, 1, 1)
     with pytest.raises(fg.BadInput, match=r"x.jsonl has 1 examples of at most 4 tokens, 1 of them held out: raise"):
-        split_examples(asked(4), examples)
+        split_examples(DataSection(data="x.jsonl", max_tokens=4, held_out=0.3), examples, seed=0)
 
 
 def test_a_margin_is_the_chosen_sides_gain_over_the_rejected():
@@ -99,8 +92,8 @@ def test_demonstrations_are_learned_then_preferences_and_the_folder_opens(comman
 @pytest.mark.slow
 def test_S1_a_resumed_run_equals_an_uninterrupted_one(begun, tmp_path, monkeypatch):
     """Stopped by Ctrl-C in the middle of a step, between two checkpoints."""
-    config = Config(
-        method="sft",
+    config = preset(
+        "sft",
         data=str(begun / "sft.jsonl"),
         model=str(begun / "model"),
         batch=8,
@@ -135,7 +128,7 @@ def test_S1_a_resumed_run_equals_an_uninterrupted_one(begun, tmp_path, monkeypat
     for name in ("metrics.jsonl", "model/model.safetensors"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     with pytest.raises(fg.BadInput, match=r"holds another run: learning_rate: there 0.003, here 0.1"):
-        RECIPE.train(replace(config, learning_rate=0.1), tmp_path / "parts")
+        RECIPE.train(config.replace(learning_rate=0.1), tmp_path / "parts")
 
 
 @pytest.mark.slow

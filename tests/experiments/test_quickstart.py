@@ -1,6 +1,5 @@
 """The quickstart as a command: one run in an environment from outside, and everything that opens it again."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -67,7 +66,7 @@ def test_a_finished_run_teaches_another_of_its_shape(command, whole, tmp_path):
     assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (session.start_params, teacher)), strict=True))
     assert metrics(tmp_path, "train")[0]["grad_norm"] > 0
     with pytest.raises(BadInput, match=r"--teacher=.* has model_dim \d+, but this run \d+: they must be the same"):
-        pure.teacher_params(replace(config, model_dim=2 * config.model_dim))
+        pure.teacher_params(config.replace(model_dim=2 * config.model.model_dim))
 
 
 @pytest.mark.slow
@@ -153,13 +152,13 @@ def test_every_preset_builds_with_every_algorithm(env, algorithm):
 
 @pytest.mark.parametrize("env", list(pure_config.PRESETS))
 def test_flow_grpo_is_what_an_environment_gets(env):
-    assert pure.preset(env).algorithm == "flow_grpo"
+    assert pure.preset(env).learner.algorithm == "flow_grpo"
 
 
 @pytest.mark.parametrize("name", list(pure_config.BY_ALGORITHM))
 def test_what_fits_an_algorithm_is_taken_unless_something_else_is_chosen(name):
     config = pure.preset("lookup", name, learning_rate=0.5)
-    assert config == replace(config, **{**pure_config.BY_ALGORITHM[name], "learning_rate": 0.5})
+    assert config == config.replace(**{**pure_config.BY_ALGORITHM[name], "learning_rate": 0.5})
     assert pure.build(config).algorithm.name == name
 
 

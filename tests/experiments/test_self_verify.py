@@ -36,7 +36,7 @@ from flowgrpo.training.run_dir import START
 from flowgrpo.types import BadInput, Task
 from tests.experiments.conftest import check_refused, last_line, metrics, result
 
-CONFIG = own.Config(warm_tasks=100, warm_steps=60, warm_rows=8)
+CONFIG = own.preset(warm_tasks=100, warm_steps=60, warm_rows=8)
 
 
 @pytest.fixture(scope="module")
@@ -228,10 +228,10 @@ def test_a_start_that_was_made_otherwise_is_refused(tmp_path):
     folder.mkdir()
     with pytest.raises(BadInput, match="can't be read"):
         own.make_start_model(tmp_path, CONFIG)
-    write_start_settings(folder, {name: CONFIG.to_json()[name] for name in own.MADE_WITH})
+    write_start_settings(folder, {name: CONFIG.settings()[name] for name in own.MADE_WITH})
     own.make_start_model(tmp_path, CONFIG)
     with pytest.raises(BadInput, match="was made otherwise: seed: there 0, here 1"):
-        own.make_start_model(tmp_path, dataclasses.replace(CONFIG, seed=1))
+        own.make_start_model(tmp_path, CONFIG.replace(seed=1))
 
 
 # The command --------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_an_int8_adapter_trains_on_two_devices_and_is_exported(command, begin, t
 def test_an_offline_run_without_updates_is_that_of_its_own_start(command, begin, tmp_path):
     """As if the command had made it: what its own sizes would make takes minutes."""
     shutil.copytree(begin[0].partition("=")[2], tmp_path / START)
-    usual = own.preset(max_tokens=4).to_json()
+    usual = own.preset(max_tokens=4).settings()
     write_start_settings(tmp_path / START, {name: usual[name] for name in own.MADE_WITH})
     command("self_verify", f"--workdir={tmp_path}", "--updates=0", *SIZES)
     found = result(tmp_path)

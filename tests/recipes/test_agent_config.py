@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowgrpo.recipes.agent_config import LARGE, ONE_TURN, PAPER, SMALL, Config, preset
+from flowgrpo.recipes.agent_config import LARGE, ONE_TURN, PAPER, SMALL, preset
 from flowgrpo.training.names import TASK_SETS
 from flowgrpo.types import BadInput
 
@@ -55,7 +55,7 @@ def test_settings_that_contradict_each_other_are_refused(chosen, said):
 
 @pytest.mark.parametrize("name", TASK_SETS)
 def test_a_builtin_task_set_brings_small_settings_and_tools(name):
-    settings = preset(model="x", tasks=name).to_json()
+    settings = preset(model="x", tasks=name).settings()
     demonstrated = {"demonstrations": 2048, "warm_steps": 128} if name in ONE_TURN else {"demonstrations": 512}
     expected = SMALL | ONE_TURN.get(name, {}) | demonstrated
     assert {key: settings[key] for key in SMALL} == expected
@@ -65,8 +65,13 @@ def test_a_builtin_task_set_brings_small_settings_and_tools(name):
 
 def test_chosen_settings_win_and_a_task_file_brings_the_papers():
     chosen = preset(model="x", tasks="word_problems", lora_rank=2, actions="lines", tools="python", context_tokens=600)
-    assert (chosen.lora_rank, chosen.actions, chosen.tools, chosen.context_tokens) == (2, "lines", "python", 600)
-    paper = preset(model="x", tasks="train.jsonl").to_json()
+    assert (chosen.model.lora_rank, chosen.agent.actions, chosen.agent.tools, chosen.rollout.context_tokens) == (
+        2,
+        "lines",
+        "python",
+        600,
+    )
+    paper = preset(model="x", tasks="train.jsonl").settings()
     assert {key: paper[key] for key in PAPER} == PAPER
     assert (paper["actions"], paper["examples"], paper["warm_start"]) == ("lines", "none", "none")
 
@@ -78,23 +83,19 @@ def test_chosen_settings_win_and_a_task_file_brings_the_papers():
 def test_examples_are_dropped_only_after_a_warm_start_sampled_with_them(warm_start, examples, drops):
     """So that each --warm_start can be given alone."""
     settings = preset(model="x", tasks="word_problems", warm_start=warm_start)
-    assert (settings.examples, settings.drop_examples) == (examples, drops)
-    assert preset(model="x", tasks="word_problems", warm_start="own", drop_examples=False).drop_examples is False
+    assert (settings.agent.examples, settings.agent.drop_examples) == (examples, drops)
+    assert preset(model="x", tasks="word_problems", warm_start="own", drop_examples=False).agent.drop_examples is False
 
 
 def test_offline_settings_write_lines_without_examples():
-    config = Config()
-    assert (config.actions, config.examples, config.warm_start, config.drop_examples) == (
-        "lines",
-        "none",
-        "none",
-        False,
-    )
+    settings = preset().settings()
+    names = ("actions", "examples", "warm_start", "drop_examples")
+    assert [settings[name] for name in names] == ["lines", "none", "none", False]
 
 
 def test_a_packaged_base_model_has_a_template():
     """And another one where the user gives it, or where the model comes with its own."""
-    assert preset(model="gemma3").chat_template == "lines"
-    assert preset(model="gemma3", chat_template="plain").chat_template == "plain"
-    assert preset(model="smollm2").chat_template is None
-    assert preset(model="x").chat_template is None
+    assert preset(model="gemma3").model.chat_template == "lines"
+    assert preset(model="gemma3", chat_template="plain").model.chat_template == "plain"
+    assert preset(model="smollm2").model.chat_template is None
+    assert preset(model="x").model.chat_template is None

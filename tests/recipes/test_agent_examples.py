@@ -1,7 +1,6 @@
 """Worked examples of a run: none that it is measured by, none that leaves no room, the same from its beginning on."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from tiny_planner import EXAMPLE, SIZES, planner_folder, settings, write_tasks
@@ -48,11 +47,11 @@ def test_an_example_that_the_run_is_measured_by_is_refused(tmp_path, split):
     (_, known) = agent.task_source_of(config).draw(split, 0, 2)
     (later,) = agent.task_source_of(config).draw(split, 2, 1)
     write_tasks(tmp_path / "known.jsonl", EXAMPLE, as_record(known))
-    said = refusal(replace(config, examples=str(tmp_path / "known.jsonl")), tmp_path / "run")
+    said = refusal(config.replace(examples=str(tmp_path / "known.jsonl")), tmp_path / "run")
     assert f"the example 'mine' is a task of the {split} ('{known.query[:60]}" in said
     assert said.endswith("take one that the run is not measured by")
     write_tasks(tmp_path / "later.jsonl", as_record(later))
-    assert open_once(replace(config, examples=str(tmp_path / "later.jsonl")), tmp_path / "run")["messages"]
+    assert open_once(config.replace(examples=str(tmp_path / "later.jsonl")), tmp_path / "run")["messages"]
 
 
 @pytest.mark.parametrize("name", ["word_problems", "two_hop", "reverse_text", "alphabet_sort"])
@@ -83,7 +82,7 @@ def test_examples_without_room_for_an_action_are_refused(tmp_path):
     with pytest.raises(BadInput) as refused, agent.build(config, tmp_path / "run"):
         pytest.fail("it was opened")
     said = str(refused.value)
-    assert said.startswith(f"--examples={config.examples} take ")
+    assert said.startswith(f"--examples={config.agent.examples} take ")
     assert "--context_tokens=64 leaves 48 before an action of --max_tokens=16: raise it, or give fewer examples" in said
     assert int(said.partition(" take ")[2].partition(" ")[0]) >= 48
     assert not (tmp_path / "run" / EXAMPLES).exists()
@@ -124,4 +123,4 @@ def test_without_examples_nothing_is_written(tmp_path):
         shown = agent.first_prompt(setup.env, setup.model.tokenizer, setup.tasks("train", 0, 1)[0], setup.call_tool)
     assert "Lucy" not in shown
     assert not (tmp_path / "run").exists()
-    assert config.model == str(planner_folder())
+    assert config.model.model == str(planner_folder())

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import islice
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -46,8 +45,8 @@ def expert(world):
 def warm_start_of(setup, folder, speak=None, requests=None, **chosen):
     """The imitation of a setup with other settings, in a folder of its own; `speak` is what its engine says."""
     how = setup.warm_start.keywords
-    config = replace(how["config"], **chosen)
-    tasks = setup.tasks("train", FIRST_TASK, config.demonstrations)
+    config = how["config"].replace(**chosen)
+    tasks = setup.tasks("train", FIRST_TASK, config.warm_start.demonstrations)
     submit = None if speak is None else scripted_submit(tasks, setup.model.tokenizer, speak, requests)
     return make_warm_start(setup._replace(folder=folder, config=config, submit=submit), **how | {"config": config})
 
@@ -214,9 +213,9 @@ def test_another_models_right_answers_are_encoded_by_the_planners_tokenizer(worl
     text, solve = world.model.tokenizer, right(world)
     theirs = agent_warm_start.load_model(other).tokenizer
     assert theirs.encode("calculator(12 + 34)") != text.encode("calculator(12 + 34)")
-    tasks = world.tasks("train", FIRST_TASK, world.config.demonstrations)
+    tasks = world.tasks("train", FIRST_TASK, world.config.warm_start.demonstrations)
     how = world.warm_start.keywords
-    config = replace(how["config"], warm_start=str(other), context_tokens=512)
+    config = how["config"].replace(warm_start=str(other), context_tokens=512)
     setup = world._replace(folder=tmp_path, config=config, submit=scripted_submit(tasks, theirs, solve))
     warm = make_warm_start(setup, **how | {"config": config})
     assert compiled == [theirs.vocab_size]
@@ -270,10 +269,10 @@ def test_a_first_rollout_without_a_parsed_action_names_the_fixes():
         "--warm_start=expert or a model that can, another form of --actions than calls, a larger --max_tokens, "
         "a larger model"
     )
-    config = replace(config, examples="tasks", warm_start="expert")
+    config = config.replace(examples="tasks", warm_start="expert")
     with pytest.raises(BadInput, match=r"Try more --examples, another form of --actions than calls, a larger"):
         check_format_followed([lost], text=TEXT, config=config)
-    config = replace(config, warm_start="own", drop_examples=True)
+    config = config.replace(warm_start="own", drop_examples=True)
     with pytest.raises(BadInput, match=r"Try --nodrop_examples, another form of --actions than calls, a larger"):
         check_format_followed([lost], text=TEXT, config=config)
 
@@ -288,4 +287,4 @@ def test_a_first_rollout_without_a_parsed_action_names_the_fixes():
     ],
 )
 def test_one_parsed_action_or_no_action_at_all_raises_nothing(rollout):
-    assert check_format_followed(rollout, text=TEXT, config=SimpleNamespace(examples="none")) is None
+    assert check_format_followed(rollout, text=TEXT, config=preset()) is None

@@ -74,7 +74,7 @@ def test_test_trajectories_record_the_version_of_their_weights(tmp_path):
 
 @pytest.mark.slow
 def test_an_offloaded_judge_returns_the_same(tmp_path):
-    with make_offloader(replace(CONFIG, offload="disk"), tmp_path) as offloader:
+    with make_offloader(CONFIG.replace(offload="disk").devices, tmp_path) as offloader:
         offloader.put("judge", POLICY.init(jax.random.key(0)))
         next_logp = make_next_logp(POLICY, lambda: offloader["judge"], rows=2, lengths=(8,))
         said = []
@@ -88,7 +88,7 @@ def test_an_offloaded_judge_returns_the_same(tmp_path):
 
 def test_an_unknown_place_is_refused():
     with pytest.raises(fg.BadInput, match="--offload=tape is unknown; choose from none, host, disk"):
-        replace(CONFIG, offload="tape")
+        CONFIG.replace(offload="tape")
 
 
 def test_contexts_too_short_for_any_prompt_are_refused(tmp_path):
@@ -96,6 +96,6 @@ def test_contexts_too_short_for_any_prompt_are_refused(tmp_path):
     with Engine(POLICY, params, replace(ENGINE, slot_length=2, chunk=1, steps=1)) as engine:
         setup = make_setup(tmp_path, engine, params)
         run = init_train_state(params, setup.optimizer, jax.random.key(9))
-        said = rf"--context_tokens={CONFIG.context_tokens} holds none of the prompts of update 1 with an action"
+        said = rf"--context_tokens={CONFIG.rollout.context_tokens} holds none of the prompts of update 1 with an action"
         with pytest.raises(fg.BadInput, match=said):
             HostedTrainable(setup, "toy").make_step()(run)

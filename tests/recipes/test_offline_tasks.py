@@ -170,15 +170,15 @@ def test_a_start_model_of_other_settings_is_refused_and_not_rewritten(tmp_path):
     def never(*_args, **_kwargs):
         raise AssertionError("an existing start model was written again")
 
-    config = Config()
+    config = preset()
     folder = tmp_path / "start"
     folder.mkdir()
     with pytest.raises(BadInput, match=r"made_with\.json can't be read"):
         write_start_model(folder, never, never, config)
-    write_start_settings(folder, {name: config.to_json()[name] for name in MADE_WITH})
-    write_start_model(folder, never, never, replace(config, updates=7))
+    write_start_settings(folder, {name: config.settings()[name] for name in MADE_WITH})
+    write_start_model(folder, never, never, config.replace(updates=7))
     with pytest.raises(BadInput, match="was made otherwise: seed: there 0, here 1; turns: there 4, here 5"):
-        write_start_model(folder, never, never, replace(config, seed=1, turns=5))
+        write_start_model(folder, never, never, config.replace(seed=1, turns=5))
 
 
 def test_the_copying_shape_has_a_window_in_its_first_layer_only(tmp_path):

@@ -42,7 +42,7 @@ def test_a_preset_does_not_change_bounds_of_another_kind(name, same):
 
 def test_an_imported_environment_is_what_a_function_returns():
     assert make_env("tiny_env:tiny_env").name == "tiny"
-    assert pure.preset("tiny_env:tiny_env", updates=3).model_dim == pure_config.IMPORTED["model_dim"]
+    assert pure.preset("tiny_env:tiny_env", updates=3).model.model_dim == pure_config.IMPORTED["model_dim"]
 
 
 BROKEN = """import flowgrpo as fg

@@ -8,22 +8,34 @@ from commands import run_module
 from flowgrpo.recipes import (
     agent_config,
     cluster_config,
+    finetune_config,
     own_agent_config,
     own_env_config,
     pure_config,
     self_verify_config,
 )
 from flowgrpo.renamed import SETTINGS
-from flowgrpo.training.config import make_config, setting_infos
+from flowgrpo.training.config import flat_settings, make_config, section_types, setting_infos
 from flowgrpo.types import BadInput
 
-MODULES = (agent_config, cluster_config, own_agent_config, own_env_config, pure_config, self_verify_config)
+MODULES = (
+    agent_config,
+    cluster_config,
+    finetune_config,
+    own_agent_config,
+    own_env_config,
+    pure_config,
+    self_verify_config,
+)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_keyword_arguments_of_a_preset_have_the_types_of_its_config(module):
-    declared, keywords = typing.get_type_hints(module.Config), typing.get_type_hints(module.Settings)
-    positional = {"env", "algorithm"} if module is pure_config else {"model"}
+    keywords: dict[str, object] = typing.get_type_hints(module.Settings)
+    declared: dict[str, object] = {}
+    for section in section_types(module.Config).values():
+        declared |= typing.get_type_hints(section)
+    positional = {pure_config: {"env", "algorithm"}, finetune_config: {"method"}}.get(module, {"model"})
     assert keywords == {name: kind for name, kind in declared.items() if name not in positional}
 
 
@@ -36,10 +48,10 @@ def test_earlier_names_of_settings_are_those_of_the_table():
 def test_a_stored_run_with_earlier_names_is_read():
     earlier = {new: old for old, new in SETTINGS.items()}
     config = pure_config.preset("maze", head_dim=8, decay_to=0.5)
-    stored = {earlier.get(name, name): value for name, value in config.to_json().items()}
+    stored = {earlier.get(name, name): value for name, value in flat_settings(config.to_json()).items()}
     assert {"d", "head", "decay"} <= stored.keys()
-    assert pure_config.Config.from_json(stored) == config
-    assert not SETTINGS.keys() & config.to_json().keys()
+    assert pure_config.Config.from_json(stored) == pure_config.Config.from_json(config.to_json()) == config
+    assert not SETTINGS.keys() & config.settings().keys()
 
 
 def test_an_earlier_name_is_no_keyword_argument_but_names_the_new_one():

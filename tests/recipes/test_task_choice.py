@@ -19,7 +19,6 @@ from flowgrpo.recipes import agent_config
 from flowgrpo.recipes.agent import POOL, task_source_of
 from flowgrpo.training.checkpoints import Checkpoints, params_sha256
 from flowgrpo.training.curriculum import (
-    ChoiceConfig,
     HardTaskSampler,
     curriculum_metrics,
     make_task_sampler,
@@ -28,6 +27,7 @@ from flowgrpo.training.curriculum import (
 from flowgrpo.training.hosted_training import HostedTrainable
 from flowgrpo.training.pure_env import max_trajectory_tokens
 from flowgrpo.training.session import run_session
+from flowgrpo.training.settings import ChosenTasksSection
 from flowgrpo.types import BadInput
 
 
@@ -51,11 +51,11 @@ def played(*groups: tuple, of: Sequence[int] = range(100)) -> list[Any]:
 def test_a_curriculum_is_as_long_as_the_run_by_default():
     assert curriculum(9).curriculum_updates == 9
     assert curriculum(9, curriculum_updates=4).curriculum_updates == 4
-    assert ChoiceConfig(updates=9).curriculum_updates is None
+    assert agent_config.preset(updates=9).tasks.curriculum_updates is None
 
 
-def curriculum(updates: int, **more: Any) -> ChoiceConfig:
-    return ChoiceConfig(prompts="curriculum", difficulty="level", updates=updates, **more)
+def curriculum(updates: int, **more: Any) -> ChosenTasksSection:
+    return agent_config.preset(prompts="curriculum", difficulty="level", updates=updates, **more).tasks
 
 
 @pytest.mark.parametrize(
@@ -69,25 +69,23 @@ def curriculum(updates: int, **more: Any) -> ChoiceConfig:
 )
 def test_what_does_not_go_together_is_refused(prompts, more, words):
     with pytest.raises(BadInput, match=words):
-        ChoiceConfig(prompts=prompts, updates=9, **more)
+        agent_config.preset(prompts=prompts, updates=9, **more)
 
 
 def test_uniform_prompts_use_the_given_draw_and_no_tasks_are_refused():
-    assert make_task_sampler(ChoiceConfig(), tasks, lambda: pytest.fail("nobody needs all tasks"), groups=4) == (
-        tasks,
-        None,
-    )
+    never = lambda: pytest.fail("nobody needs all tasks")  # noqa: E731
+    assert make_task_sampler(ChosenTasksSection(), tasks, never, groups=4, seed=0) == (tasks, None)
     with pytest.raises(BadInput, match="there is no task to train on"):
-        make_task_sampler(ChoiceConfig(prompts="hard"), tasks, list, groups=4)
+        make_task_sampler(ChosenTasksSection(prompts="hard"), tasks, list, groups=4, seed=0)
 
 
 def test_the_offline_world_numbers_the_first_of_its_tasks():
-    source = task_source_of(agent_config.Config())
+    source = task_source_of(agent_config.preset())
     numbered = source.train()
     assert len(numbered) == POOL
     assert [task.id for task in numbered[:6]] == [task.id for task in source.draw("train", 0, 6)]
     with pytest.raises(BadInput, match="field 'level' is missing"):
-        make_task_sampler(curriculum(2), source.draw, source.train, groups=4)
+        make_task_sampler(curriculum(2), source.draw, source.train, groups=4, seed=0)
 
 
 def test_a_task_file_numbers_its_part_for_training(tmp_path):
@@ -108,8 +106,8 @@ def graded(_split: str, first: int, count: int) -> list[fg.Task]:
 
 
 def test_a_curriculum_opens_the_easiest_first_in_training_only():
-    config = curriculum(8, seed=5)
-    draw, hard = make_task_sampler(config, graded, lambda: graded("train", 0, 8), groups=4)
+    chosen = curriculum(8)
+    draw, hard = make_task_sampler(chosen, graded, lambda: graded("train", 0, 8), groups=4, seed=5)
     assert hard is None
     assert draw("validation", 3, 4) == graded("validation", 3, 4)
     updates = [{int(task.id) for task in draw("train", update * 4, 4)} for update in range(8)]
@@ -117,8 +115,9 @@ def test_a_curriculum_opens_the_easiest_first_in_training_only():
     assert all(min(found) >= least for found, least in zip(updates, (6, 4, 3, 1, 0, 0, 0, 0), strict=True))
     assert updates[6] | updates[7] == set(range(8))
     assert draw("train", 0, 32)[5:23] == draw("train", 5, 18)
-    assert [curriculum_metrics(config, update)["tasks_open"] for update in (0, 2, 4, 7)] == [0.25, 0.625, 1.0, 1.0]
-    assert curriculum_metrics(ChoiceConfig(), 0) == curriculum_metrics(ChoiceConfig(prompts="hard"), 0) == {}
+    assert [curriculum_metrics(chosen, update)["tasks_open"] for update in (0, 2, 4, 7)] == [0.25, 0.625, 1.0, 1.0]
+    for prompts in ("uniform", "hard"):
+        assert curriculum_metrics(ChosenTasksSection(prompts=prompts), 0) == {}
 
 
 # By success -------------------------------------------------------------------------------------------------
@@ -172,7 +171,11 @@ def run_in(folder: Path) -> dict[str, Any]:
     with Engine(POLICY, params, sizes) as engine:
         setup = make_setup(folder, engine, params, **RUN)
         draw, hard = make_task_sampler(
-            ChoiceConfig(prompts="hard"), setup.tasks, lambda: tasks("train", 0, 12), groups=setup.sizes.queries
+            ChosenTasksSection(prompts="hard"),
+            setup.tasks,
+            lambda: tasks("train", 0, 12),
+            groups=setup.sizes.queries,
+            seed=0,
         )
         return run_session(HostedTrainable(setup._replace(tasks=draw, task_sampler=hard), "toy"), folder, every=2)
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from flowgrpo import renamed
+from flowgrpo.recipes import own_env_config
 from flowgrpo.training import run_dir as run_folders
+from flowgrpo.training.config import flat_settings
 from flowgrpo.training.run_dir import (
     check_run,
     check_same_run,
@@ -31,6 +33,29 @@ def test_same_run_may_resume(tmp_path):
     assert written["settings"] == {**SETTINGS, "tools": ["add", "sub"]}
     assert written["machine"]["devices"] == 8
     assert {"flowgrpo", "jax", "jaxlib", "device_kind", "threads"} <= set(written["machine"])
+
+
+def test_settings_by_section_and_by_name_are_the_same_run(tmp_path):
+    """Earlier versions stored them by name."""
+    by_section = {"run": {"seed": 0, "updates": 30}, "learner": {"learning_rate": 3e-4}}
+    with run_folder(tmp_path, "tiny", flat_settings(by_section)):
+        pass
+    check_same_run(tmp_path, "tiny", by_section)
+    longer = by_section | {"run": {"seed": 0, "updates": 60}}
+    with run_folder(tmp_path, "tiny", longer, may_change=("updates",)):
+        assert json.loads((tmp_path / "run.json").read_text())["settings"] == longer
+    assert read_run(tmp_path)["settings"] == flat_settings(longer)
+    with pytest.raises(BadInput, match=r"learning_rate: there 0\.0003, here 0\.1"):
+        check_same_run(tmp_path, "tiny", longer | {"learner": {"learning_rate": 0.1}})
+
+
+def test_settings_that_a_recipe_no_longer_has_are_not_compared(tmp_path):
+    current = own_env_config.preset("a/model", env="gymnasium:Taxi-v3")
+    earlier = dict.fromkeys(renamed.REMOVED["own_env"], 0)
+    with run_folder(tmp_path, "own_env", flat_settings(current.to_json()) | earlier):
+        pass
+    check_same_run(tmp_path, "own_env", current.to_json())
+    assert own_env_config.Config.from_json(read_run(tmp_path)["settings"]) == current
 
 
 def test_another_run_is_refused_with_the_differences(tmp_path):

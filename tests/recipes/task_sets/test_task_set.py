@@ -57,7 +57,7 @@ def test_a_task_has_a_domain_an_answer_and_steps_with_tools_of_its_set(task_set)
 @pytest.mark.parametrize("name", ["smollm2", "gemma3"])
 def test_an_answer_fits_into_an_action(task_set, name):
     packaged(name)
-    text, max_tokens = load_tokenizer(name), preset(model=name, tasks=task_set.name).max_tokens
+    text, max_tokens = load_tokenizer(name), preset(model=name, tasks=task_set.name).rollout.max_tokens
     answers = [task.answers[0] for split in SPLITS for task in task_set.draw(0, split, 0, MANY)]
     assert max(len(text.encode(f"answer({answer})")) for answer in answers) < max_tokens  # which ends by a token more
 
