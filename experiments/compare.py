@@ -65,12 +65,15 @@ define_stop_after()
 app.read_flags(__name__)
 
 
+from flowgrpo.recipes import compare
+from flowgrpo.recipes.study import Study
+from flowgrpo.recipes.study_tables import WRITTEN, table, tabulate_study, write_study
 from flowgrpo.report.metrics import plain_json
 from flowgrpo.training.run_dir import delete_run, run_folder
 from flowgrpo.types import BadInput
 
-from .studies import compare, studies, study_pages
-from .studies.studies import Study, chosen_arms
+from .studies import studies, study_pages
+from .studies.studies import chosen_arms
 
 
 def check(study: Study, folder: Path) -> None:
@@ -100,18 +103,19 @@ def main() -> None:
     lanes = _LANES.value or compare.default_lanes()
     own = {"every": _EVERY.value, "tasks": _TASKS.value, "lanes": lanes}
     identity = {"study": _STUDY.value, "chosen": chosen, **own, "changes": dict(study.changes)}
-    files = (compare.RUNS, *study_pages.WRITTEN)
+    files = (compare.RUNS, *WRITTEN)
     if not _RESUME.value:
         delete_run(folder, extra_files=files)
     seeds = range(_SEED.value, _SEED.value + _SEEDS.value)
     with run_folder(folder, "compare", identity, extra_files=files):
         runs = compare.run_study(study, folder, seeds=seeds, chosen=chosen, budget=budget, **own)
-        rows = study_pages.tabulate_study(study, runs, seeds)
+        rows = tabulate_study(study, runs, seeds)
         expected = inspect.getdoc(studies.STUDIES[_STUDY.value]) or ""
-        study_pages.write_study(folder, study, rows, runs, seeds, expected=expected, name=_STUDY.value)
+        command = f"python -m experiments.compare --study={_STUDY.value}"
+        write_study(folder, study, rows, runs, seeds, expected=expected, command=command)
         if _PUBLISH.value:
             study_pages.publish_study(Path(_PUBLISH.value), _STUDY.value, study, runs, seeds)
-    print(f"{study.question}  {(time.monotonic() - began) / 60:.1f} minutes\n\n{study_pages.table(rows, study)}")
+    print(f"{study.question}  {(time.monotonic() - began) / 60:.1f} minutes\n\n{table(rows, study)}")
     names = f"table.jsonl, table.md, curves.png, curves.svg, {compare.RUNS}"
     print(f"\nwritten to {folder}: {names}; open {folder / 'index.html'}")
     print(json.dumps(plain_json(rows)))

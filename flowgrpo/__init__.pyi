@@ -51,6 +51,7 @@ from .learner import adamw as adamw
 from .learner import make_update as make_update
 from .models import load_model as load_model
 from .models import make_policy as make_policy
+from .recipes.compare import compare as compare
 from .rollout import check_host_env as check_host_env
 from .rollout import hosted as hosted
 from .rollout import make_rollout as make_rollout

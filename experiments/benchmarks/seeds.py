@@ -39,16 +39,15 @@ from flowgrpo import launch
 from flowgrpo.evaluation.statistics import interval, probability_of_improvement
 from flowgrpo.parallel.row_sharding import data_mesh, map_runs, scan_updates, stack_trees
 from flowgrpo.recipes import pure
+from flowgrpo.recipes.compare import map_over_seeds, study_config, warm_start_seeds
 from flowgrpo.recipes.recipe import Objects
+from flowgrpo.recipes.study import Arm, build_arm
 from flowgrpo.report.progress import Progress, with_progress
 from flowgrpo.report.tables import show_lines, significant, timed
 from flowgrpo.training.iteration import train_loop
 from flowgrpo.training.pure_env import fused_step, split_step
 
-from ..studies import study_arms
-from ..studies.compare import map_over_seeds, study_config, warm_start_seeds
 from ..studies.studies import STUDIES
-from ..studies.study_arms import Arm
 from .measuring import print_result, whole_numbers
 
 FIRST = 3  # updates that must agree
@@ -116,7 +115,7 @@ def main() -> None:
     planners = warm_start_seeds(
         config, world, range(seeds), map_seeds=partial(map_over_seeds, lanes=1), progress=progress
     )
-    parts = study_arms.build_arm(Arm(), config, world, updates=1, tasks=1)
+    parts = build_arm(Arm(), config, world, updates=1, tasks=1)
     runs = jax.jit(map_runs(parts.begin))(planners)
     setup = pure.build(config.replace(mesh=None), objects=Objects(env=parts.setup.env))
     iteration = split_step(setup.stages)

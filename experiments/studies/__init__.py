@@ -1,9 +1,8 @@
-"""Comparisons over seeds: the studies that ship, how an arm is trained, and what is reported.
+"""The studies that ship, their arms, and what is published of them; `flowgrpo.recipes.compare` runs them.
 
 Modules:
 
-    compare      Run the arms of a study over seeds
     studies      The studies that ship
-    study_arms   One arm of a study
-    study_pages  Results of a study: tables, plots, pages
+    study_arms   How arms of the studies are trained: programs, and advantages of their own
+    study_pages  What `docs/studies` publishes of a study
 """

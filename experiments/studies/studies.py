@@ -4,13 +4,13 @@
 
 All arms of a study start from the same planners, seed by seed, are trained on as many trajectories unless the arm says
 otherwise, and are evaluated on the same tasks. Expectations were written before the runs; the results, over 16 seeds
-each, are in `docs/studies/`. A study of your own is a function like these, whose value `compare.run_study(study,
-folder, ...)` runs.
+each, are in `docs/studies/`. A study of your own is a function like these, whose value
+`recipes.compare.run_study(study, folder, ...)` runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from flowgrpo.algorithms import aggregation as weights
 from flowgrpo.algorithms.advantage import group_center, group_zscore, leave_one_out, row_group_advantage
@@ -22,38 +22,16 @@ from flowgrpo.algorithms.options import Correction, Options
 from flowgrpo.algorithms.policy_gradient import outcome_advantage
 from flowgrpo.contracts import Algorithm
 from flowgrpo.models.quantised import KINDS
+from flowgrpo.recipes.study import SMALL, Arm, Study
 from flowgrpo.types import BadInput
 
 from . import study_arms
-from .study_arms import Arm
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 NO_CLIP = (1.0, 1e9)  # bounds that no ratio reaches
-SMALL: dict[str, Any] = {  # a planner and iterations that 16 seeds finish in minutes
-    "model_dim": 64,
-    "layers": 2,
-    "queries": 16,
-    "samples": 8,
-    "updates": 80,
-    "warm_steps": 300,
-    "warm_rows": 32,
-    "clip_high": CLIP_HIGH,
-    "decay_to": 0.2,
-}
-WORLD: dict[str, Mapping[str, Any]] = {"lookup_hard": {}}  # environments and their settings
 EASY: dict[str, Mapping[str, Any]] = {"lookup": {"hops": (2, 2)}}
 SINGLE: dict[str, Any] = {"mini_batches": 1, "learning_rate": 1e-3}  # one gradient step per update
 SEVERAL: dict[str, Any] = {"mini_batches": 4, "learning_rate": 5e-4}  # gradient steps per update, so that ratios move
-
-
-class Study(NamedTuple):
-    """A question, and the arms that are compared with a baseline."""
-
-    question: str
-    baseline: str  # name of the arm that the others are compared with
-    arms: Mapping[str, Arm]
-    changes: Mapping[str, Any] = SMALL  # of an environment's preset
-    worlds: Mapping[str, Mapping[str, Any]] = WORLD
 
 
 def chosen_arms(study: Study, names: Sequence[str] | None) -> Study:

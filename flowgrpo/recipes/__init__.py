@@ -8,6 +8,7 @@ Modules:
     cluster             Recipe: a cluster that trains the agent system
     cluster_config      Settings of a cluster, and its schedule
     cluster_trainer     The trainer of a cluster
+    compare             Compare algorithms over seeds, which all start from the same planners
     dry_runs            Memory and time that the programs of a run need, without weights
     example_agent       An example agent, written with the SDK of OpenAI
     finetune            Recipe: learning from a file of conversations (SFT, DPO)
@@ -27,6 +28,8 @@ Modules:
     self_verify         Recipe: self-verification
     self_verify_config  Settings of a run on self-verification
     self_verify_tasks   A small model that answers questions and judges answers, neither of them well
+    study               A study, and one arm of it, as functions of one seed
+    study_tables        Results of a study: a table with confidence intervals, a plot, and a page
     word_planner        The small planner of a pure environment: its shape, and how it is read
     task_sets/          Generated task sets, small enough for a pretrained model on a CPU
 """
@@ -39,6 +42,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submodules=(
         "agent",
         "cluster",
+        "compare",
         "finetune",
         "offline_start",
         "own_agent",
@@ -48,5 +52,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "recipe",
         "registry",
         "self_verify",
+        "study",
+        "study_tables",
     ),
 )

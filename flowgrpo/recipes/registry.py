@@ -66,10 +66,12 @@ def make_tool(name: str) -> Tool:
 
 
 def check_tools(tools: Sequence[Tool]) -> list[Tool]:
-    """The tools, if each is an `fg.Tool`."""
+    """The tools, if each is an `fg.contracts.Tool`."""
     for value in tools:
         if not isinstance(value, Tool):
-            raise BadInput(f"{value!r:.80} is no fg.Tool: make one of a function with types and a docstring, fg.tool")
+            raise BadInput(
+                f"{value!r:.80} is no fg.contracts.Tool: make one of a function with types and a docstring, fg.tool"
+            )
     return list(tools)
 
 

@@ -13,14 +13,15 @@ import pytest
 from commands import run_module
 
 import flowgrpo as fg
-from experiments.studies import compare, study_arms, study_pages
-from experiments.studies.compare import read_runs, run_study, study_config
-from experiments.studies.studies import STUDIES, Study, chosen_arms
-from experiments.studies.study_arms import Arm
+from experiments.studies import study_arms, study_pages
+from experiments.studies.studies import STUDIES, chosen_arms
 from flowgrpo.evaluation.statistics import iqm
 from flowgrpo.learner.imitation import demonstrate
 from flowgrpo.models.quantised import KINDS, Quantised
-from flowgrpo.recipes import pure
+from flowgrpo.recipes import compare, pure
+from flowgrpo.recipes.compare import read_runs, run_study, study_config
+from flowgrpo.recipes.study import Arm, Study
+from flowgrpo.recipes.study_tables import table, tabulate_study, write_study
 from flowgrpo.rollout.compiled import repeat
 from flowgrpo.rollout.exams import draw_tasks
 from flowgrpo.training.time_budget import OutOfTime, time_budget
@@ -51,7 +52,7 @@ def known_runs() -> dict:
 
 
 def test_a_row_has_estimate_interval_and_how_often_it_beats_the_baseline():
-    one, other = study_pages.tabulate_study(TWO, known_runs(), range(4))
+    one, other = tabulate_study(TWO, known_runs(), range(4))
     assert (one["iqm"], one["low"], one["high"], one["seeds"], one["start"]) == (0.5, 0.5, 0.5, 4, 0.2)
     assert "beats_baseline" not in one
     assert other["iqm"] == pytest.approx(iqm(np.array([0.6, 0.7, 0.8, 0.9, 0.4, 0.4, 0.4, 0.4])))
@@ -61,8 +62,8 @@ def test_a_row_has_estimate_interval_and_how_often_it_beats_the_baseline():
 
 def test_the_page_needs_nothing_beside_it_and_says_everything(tmp_path):
     study = TWO._replace(question="Is a < b & c?")
-    rows = study_pages.tabulate_study(study, known_runs(), range(4))
-    study_pages.write_study(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
+    rows = tabulate_study(study, known_runs(), range(4))
+    write_study(tmp_path, study, rows, known_runs(), range(4), expected="a < b")
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"curves.png", "curves.svg", "index.html", "table.jsonl", "table.md"}
     page = (tmp_path / "index.html").read_text()
@@ -74,21 +75,21 @@ def test_the_page_needs_nothing_beside_it_and_says_everything(tmp_path):
     assert [line["arm"] for line in lines] == ["one", "other"]
     assert {"arm", "iqm", "low", "high", "seeds"} <= set(lines[0])
     pictures = [(tmp_path / name).read_bytes() for name in ("curves.svg", "table.md")]
-    study_pages.write_study(tmp_path, study, rows, known_runs(), range(4), expected="a < b", name="mine")
+    write_study(tmp_path, study, rows, known_runs(), range(4), expected="a < b")
     assert [(tmp_path / name).read_bytes() for name in ("curves.svg", "table.md")] == pictures
     assert "--study" not in page  # which no command knows
-    for name, expected in {"credit": "a", "": "", "credit ": "  "}.items():
-        study_pages.write_study(tmp_path, study, rows, known_runs(), range(4), expected=expected, name=name)
+    for command, expected in {"python -m x --study=<credit>": "a", "": "", "  ": "  "}.items():
+        write_study(tmp_path, study, rows, known_runs(), range(4), expected=expected, command=command.strip())
         page = (tmp_path / "index.html").read_text()
-        assert ("Expected" in page) == ("compare --study=credit<" in page) == (name == "credit")
+        assert ("Expected" in page) == ("<pre>python -m x --study=&lt;credit&gt;</pre>" in page) == (command[:1] == "p")
 
 
 def test_a_study_is_published_in_its_page(tmp_path):
     page = tmp_path / "mine.md"
     page.write_text(f"# Mine\n{study_pages.BEGIN}\nold\n{study_pages.END}\nAnswer: yes.\n")
     study_pages.publish_study(tmp_path, "mine", TWO, known_runs(), range(4))
-    table = study_pages.table(study_pages.tabulate_study(TWO, known_runs(), range(4)), TWO)
-    assert page.read_text() == f"# Mine\n{study_pages.BEGIN}\n{table}\n{study_pages.END}\nAnswer: yes.\n"
+    text = table(tabulate_study(TWO, known_runs(), range(4)), TWO)
+    assert page.read_text() == f"# Mine\n{study_pages.BEGIN}\n{text}\n{study_pages.END}\nAnswer: yes.\n"
     assert study_pages.read_published(tmp_path / "mine.jsonl") == known_runs()
     assert (tmp_path / "mine.svg").exists()
     with pytest.raises(fg.BadInput, match=r"other\.md must be a page with one line <!-- table -->"):
@@ -113,9 +114,9 @@ def test_a_published_table_is_that_of_the_runs_beside_it(path):
     """Sixteen seeds of every arm of the study as it ships, and the page shows their table and picture."""
     study, runs = STUDIES[path.stem](), study_pages.read_published(path)
     assert {(arm, env, seed) for arm in study.arms for env in study.worlds for seed in range(16)} == runs.keys()
-    table = study_pages.table(study_pages.tabulate_study(study, runs, range(16)), study)
+    text = table(tabulate_study(study, runs, range(16)), study)
     page = path.with_suffix(".md").read_text()
-    assert f"{study_pages.BEGIN}\n{table}\n{study_pages.END}" in page
+    assert f"{study_pages.BEGIN}\n{text}\n{study_pages.END}" in page
     for part in (f"({path.stem}.svg)", f"--study={path.stem}", "## Who claims what", "## Answer", study.question):
         assert part in page, part
 

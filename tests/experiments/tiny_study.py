@@ -5,9 +5,9 @@ from functools import partial
 import flowgrpo as fg
 from experiments.cli import app
 from experiments.studies import studies, study_arms
-from experiments.studies.studies import STUDIES, Study
-from experiments.studies.study_arms import Arm
+from experiments.studies.studies import STUDIES
 from flowgrpo import launch
+from flowgrpo.recipes.study import Arm, Study
 from flowgrpo.training import names
 
 

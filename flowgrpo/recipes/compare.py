@@ -1,5 +1,7 @@
-"""Run the arms of a study over seeds: `run_study` runs what is missing; `study_pages` reports the results.
+"""Compare algorithms over seeds, which all start from the same planners.
 
+    result = compare({"mine": mine, "flow_grpo": fg.flow_grpo()}, env=fg.lookup(), seeds=range(4), folder="runs/mine")
+    print(result)                                       a table with intervals
     runs = run_study(study, folder, seeds=range(16))    {(arm, environment, seed): its line in runs.jsonl}
 
 A line has the success on test tasks and the turns at each evaluation, and metrics of training by update. All seeds of
@@ -7,33 +9,167 @@ an arm are one program.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
 import numpy as np
 
+from flowgrpo.contracts import Algorithm, Env
 from flowgrpo.files import make_folder, write_atomic
 from flowgrpo.parallel.row_sharding import data_mesh, map_runs, stack_trees
 from flowgrpo.recipes import pure
 from flowgrpo.recipes.recipe import Objects
 from flowgrpo.recipes.registry import ENVIRONMENTS
+from flowgrpo.recipes.study import (
+    SMALL,
+    Arm,
+    ArmMetrics,
+    SeedStart,
+    Study,
+    World,
+    build_arm,
+    make_world,
+    warm_start_seed,
+)
+from flowgrpo.recipes.study_tables import WRITTEN, table, tabulate_study, write_study
 from flowgrpo.report.health import all_warnings
 from flowgrpo.report.metrics import plain_json, read_metrics
 from flowgrpo.report.progress import Progress
+from flowgrpo.training.run_dir import run_folder
 from flowgrpo.training.time_budget import UNLIMITED, OutOfTime, TimeBudget
-
-from . import study_arms
-from .studies import Study
-from .study_arms import Arm
+from flowgrpo.types import BadInput
 
 RUNS = "runs.jsonl"
 
 Key = tuple[str, str, int]  # arm, environment, seed
 Runs = dict[Key, dict[str, Any]]
 MapSeeds = Callable[[Callable], Callable]  # a function of one seed -> the compiled function of all seeds
+
+
+# Algorithms over seeds ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """Success of an arm on test tasks after its last update.
+
+    Args:
+        success: of each seed, in the order of the seeds.
+        iqm: interquartile mean over the seeds; the plain mean of fewer than four is nearly the same.
+        interval: its 95 % interval, by bootstrap.
+        beats_first: probability that a run scores higher than one of the first arm, a tie counting half; None for it.
+    """
+
+    success: np.ndarray
+    iqm: float
+    interval: tuple[float, float]
+    beats_first: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Results of `compare`; printed, it is their table."""
+
+    study: Study
+    seeds: tuple[int, ...]
+    arms: Mapping[str, ArmResult]
+    runs: Runs  # with the curve of each run
+    rows: Sequence[Mapping[str, Any]]  # of the table
+    folder: Path | None
+
+    def __str__(self) -> str:
+        return table(self.rows, self.study)
+
+
+def compare(
+    algorithms: Mapping[str, Algorithm | str],
+    *,
+    env: Env | str = "lookup",
+    seeds: Iterable[int] = range(4),
+    updates: int = 80,
+    folder: str | Path | None = None,
+    every: int = 10,
+    tasks: int = 256,
+    changes: Mapping[str, Any] = {},
+) -> Comparison:
+    """Train small planners by each of several algorithms, from the same starts, on the same test tasks.
+
+    For each seed a planner imitates the environment's demonstrations once, and every algorithm continues from there. An
+    algorithm whose name, in `algorithms`, has runs in the folder is not run again: after a change of its code, give it
+    another name or take another folder.
+
+    Args:
+        algorithms: by a name; each an `fg.Algorithm`, or the name of one. The first is what others are compared with.
+        env: a pure environment with demonstrations, or the name of one.
+        seeds: of the runs.
+        updates: of each run.
+        folder: of runs.jsonl, table, plot and page (index.html), which resumes, and takes more seeds and algorithms;
+            None: nothing is written.
+        every: updates between evaluations.
+        tasks: number of test tasks of an evaluation.
+        changes: settings of `recipes.pure` that all runs share, such as {"queries": 32}.
+    """
+    study = _study_of(algorithms, env, {**SMALL, **changes, "updates": updates})
+    seeds = tuple(seeds)
+    if not seeds:
+        raise BadInput("compare: seeds are empty; give at least one, such as range(4)")
+    (world,) = study.worlds
+    identity = {"env": world, "changes": dict(study.changes), "every": every, "tasks": tasks}
+    with ExitStack() as stack:
+        if folder is None:
+            path = Path(stack.enter_context(TemporaryDirectory()))
+        else:
+            path = stack.enter_context(run_folder(folder, "compare", identity, extra_files=(RUNS, *WRITTEN)))
+        runs = run_study(study, path, seeds=seeds, every=every, tasks=tasks)
+        rows = tabulate_study(study, runs, seeds)
+        if folder is not None:
+            write_study(path, study, rows, runs, seeds)
+    arms = {
+        row["arm"]: ArmResult(
+            np.array([runs[row["arm"], world, seed]["success"][-1] for seed in seeds]),
+            row["iqm"],
+            (row["low"], row["high"]),
+            row.get("beats_baseline"),
+        )
+        for row in rows
+    }
+    return Comparison(study, seeds, arms, runs, rows, None if folder is None else path)
+
+
+def _study_of(algorithms: Mapping[str, Algorithm | str], env: Env | str, changes: Mapping[str, Any]) -> Study:
+    """The study of these algorithms; raises `BadInput` for what is none, or has no demonstrations to start from."""
+    if not algorithms:
+        raise BadInput("compare: there is no algorithm; give some by name, such as {'mine': mine}")
+    arms = {}
+    for name, algorithm in algorithms.items():
+        if isinstance(algorithm, str):
+            arms[name] = Arm(changes={"algorithm": algorithm})
+        elif isinstance(algorithm, Algorithm):
+            arms[name] = Arm(algorithm=partial(_same, algorithm))
+        else:
+            raise BadInput(f"compare: {name!r} is {algorithm!r:.60}; give an fg.Algorithm, such as fg.flow_grpo()")
+    if isinstance(env, str):
+        if env not in ENVIRONMENTS:
+            raise BadInput(f"compare: environment {env!r} is unknown; choose from {', '.join(ENVIRONMENTS)}")
+        world: dict[str, World] = {env: {}}
+    elif isinstance(env, Env):
+        world = {env.name: env}
+    else:
+        raise BadInput(f"compare: env is {env!r:.60}; give an fg.Env, such as fg.lookup(), or the name of one")
+    return Study("Which algorithm learns more?", next(iter(arms)), arms, changes, world)
+
+
+def _same(algorithm: Algorithm) -> Algorithm:
+    return algorithm
+
+
+# Studies ------------------------------------------------------------------------------------------------
 
 
 def read_runs(folder: Path) -> Runs:
@@ -80,13 +216,13 @@ def run_study(
     runs, progress = read_runs(folder), Progress(0)
     write_runs(folder, runs)
     map_seeds = partial(map_over_seeds, lanes=default_lanes() if lanes is None else lanes)
-    for env, env_settings in study.worlds.items():
+    for env, world in study.worlds.items():
         config = study_config(study, env, chosen)
         missing = {name: [seed for seed in seeds if (name, env, seed) not in runs] for name in study.arms}
         all_missing = sorted({seed for arm_seeds in missing.values() for seed in arm_seeds})
         if not all_missing:
             continue
-        starts = warm_start_seeds(config, env_settings, all_missing, map_seeds=map_seeds, progress=progress)
+        starts = warm_start_seeds(config, world, all_missing, map_seeds=map_seeds, progress=progress)
         for number, (name, arm) in enumerate(study.arms.items(), 1):
             if not missing[name]:
                 continue
@@ -99,7 +235,7 @@ def run_study(
             lines = run_arm(
                 arm,
                 config,
-                env_settings,
+                world,
                 arm_starts,
                 map_seeds=map_seeds,
                 every=every,
@@ -117,7 +253,9 @@ def run_study(
 
 def study_config(study: Study, env: str, chosen: Mapping[str, Any]) -> pure.Config:
     """The Config that the arms of a study share in an environment."""
-    config = pure.preset(env, **{**study.changes, **chosen})
+    # An environment of one's own has the settings of one that is imported.
+    preset_of = env if env in ENVIRONMENTS else f"own:{env}"
+    config = pure.preset(preset_of, **{**study.changes, **chosen})
     return config.replace(mesh="none", decay_updates=max(config.run.updates, 1))
 
 
@@ -128,26 +266,25 @@ def map_over_seeds(function: Callable, *, lanes: int | None) -> Callable:
 
 def warm_start_seeds(
     config: pure.Config,
-    env_settings: Mapping[str, Any],
+    world: World,
     seeds: Sequence[int],
     *,
     map_seeds: MapSeeds,
     progress: Progress,
-) -> study_arms.SeedStart:
+) -> SeedStart:
     """The planners from which all arms start, one for each seed."""
-    progress.log(
-        f"{config.environment.env}: {len(seeds)} planners imitate demonstrations ({config.warm_start.warm_steps} steps)"
-    )
-    setup = pure.build(config, objects=Objects(env=ENVIRONMENTS[config.environment.env](**env_settings)))
+    name, steps = config.environment.env, config.warm_start.warm_steps
+    progress.log(f"{name}: {len(seeds)} planners imitate demonstrations ({steps} steps)")
+    setup = pure.build(config, objects=Objects(env=make_world(config, world)))
     keys = stack_trees([jax.random.key(seed) for seed in seeds])
-    return jax.block_until_ready(map_seeds(partial(study_arms.warm_start_seed, setup=setup))(keys))
+    return jax.block_until_ready(map_seeds(partial(warm_start_seed, setup=setup))(keys))
 
 
 def run_arm(
     arm: Arm,
     config: pure.Config,
-    env_settings: Mapping[str, Any],
-    starts: study_arms.SeedStart,
+    world: World,
+    starts: SeedStart,
     *,
     map_seeds: MapSeeds,
     every: int,
@@ -160,7 +297,7 @@ def run_arm(
     Args:
         arm: its differences from the study.
         config: of the study.
-        env_settings: of the study's environment.
+        world: the study's environment, or its settings.
         starts: a planner for each seed.
         map_seeds: compiles a function of one seed for all of them.
         every: updates between evaluations.
@@ -170,10 +307,7 @@ def run_arm(
     """
     updates = config.run.updates if until is None else min(until, config.run.updates)
     sizes = [min(every, updates - done) for done in range(0, updates, every)]  # updates before each evaluation
-    parts = {
-        size: study_arms.build_arm(arm, config, env_settings, updates=size, tasks=tasks)
-        for size in dict.fromkeys(sizes)
-    }
+    parts = {size: build_arm(arm, config, world, updates=size, tasks=tasks) for size in dict.fromkeys(sizes)}
     advance = {size: map_seeds(size_parts.advance) for size, size_parts in parts.items()}
     first = parts[sizes[0]]
     state = map_seeds(first.begin)(starts)
@@ -206,13 +340,13 @@ def rerun_seed(
     study: Study, arm: str, env: str, seed: int, *, every: int = 10, tasks: int = 256, until: int | None = None
 ) -> list[float]:
     """Run one seed of an arm again, alone -> its success at each evaluation."""
-    config, env_settings, progress = study_config(study, env, {}), study.worlds[env], Progress(0)
+    config, world, progress = study_config(study, env, {}), study.worlds[env], Progress(0)
     map_seeds = partial(map_over_seeds, lanes=1)
-    starts = warm_start_seeds(config, env_settings, [seed], map_seeds=map_seeds, progress=progress)
+    starts = warm_start_seeds(config, world, [seed], map_seeds=map_seeds, progress=progress)
     (line,) = run_arm(
         study.arms[arm],
         config,
-        env_settings,
+        world,
         starts,
         map_seeds=map_seeds,
         every=every,
@@ -223,7 +357,7 @@ def rerun_seed(
     return plain_json(line["success"])
 
 
-def _mean(evaluation: study_arms.ArmMetrics) -> dict[str, float]:
+def _mean(evaluation: ArmMetrics) -> dict[str, float]:
     return {"success": float(np.mean(evaluation.success)), "turns": float(np.mean(evaluation.turns))}
 
 
