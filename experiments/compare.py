@@ -5,11 +5,11 @@
     python -m experiments.compare --study=credit --arms=broadcast,GiGPO --updates=200
     python -m experiments.compare --study=credit --arms=GiGPO --seed=3 --check=docs/studies
 
-A study is a question with a few arms (`experiments/studies/studies.py`). All arms start from the same warm-started
-planners, seed by seed, and are evaluated on the same test tasks; each arm is one program over all of its seeds, sharded
-over the local devices. The score is the success on test tasks after the last update: its interquartile mean over the
-seeds, with a 95 % interval of a stratified bootstrap, and the probability that a run beats one of the baseline
-(rliable's method).
+A study is a question with a few arms (`experiments/studies/studies.py`); --study=MODULE:FUNCTION runs one that a
+function of yours returns. All arms start from the same warm-started planners, seed by seed, and are evaluated on the
+same test tasks; each arm is one program over all of its seeds, sharded over the local devices. The score is the success
+on test tasks after the last update: its interquartile mean over the seeds, with a 95 % interval of a stratified
+bootstrap, and the probability that a run beats one of the baseline (rliable's method).
 
 The work directory gets `runs.jsonl` (a line for each arm, environment and seed, with its curve), `table.jsonl`,
 `table.md`, `curves.png`, `curves.svg` and a summary, `index.html`. The same command resumes: finished arms are kept,
@@ -35,7 +35,7 @@ from .cli.flags import define_stop_after, stop_after
 from .cli.help import flag_heading
 
 flag_heading("Run")
-_STUDY = flags.DEFINE_enum("study", "credit", STUDIES, "The study to run.")
+_STUDY = flags.DEFINE_string("study", "credit", f"The study to run: {', '.join(STUDIES)}, or MODULE:FUNCTION of yours.")
 _ARMS = flags.DEFINE_list(
     "arms", None, 'Some of the study\'s arms, by commas, in "quotes" where a name has one; all by default.'
 )
@@ -72,8 +72,8 @@ from flowgrpo.report.metrics import plain_json
 from flowgrpo.training.run_dir import delete_run, run_folder
 from flowgrpo.types import BadInput
 
-from .studies import studies, study_pages
-from .studies.studies import chosen_arms
+from .studies import study_pages
+from .studies.studies import chosen_arms, find_study
 
 
 def check(study: Study, folder: Path) -> None:
@@ -93,11 +93,12 @@ def check(study: Study, folder: Path) -> None:
 def main() -> None:
     """Run what is missing, make the table and the page."""
     began, budget = time.monotonic(), stop_after()
-    study = chosen_arms(studies.STUDIES[_STUDY.value](), _ARMS.value)
+    make_study = find_study(_STUDY.value)
+    study = chosen_arms(make_study(), _ARMS.value)
     if _CHECK.value:
         check(study, Path(_CHECK.value))
         return
-    folder = Path(_WORKDIR.value or f"runs/compare-{_STUDY.value}")
+    folder = Path(_WORKDIR.value or f"runs/compare-{_STUDY.value.replace(':', '-')}")
     asked = {"updates": _UPDATES.value, "warm_steps": _WARM.value}
     chosen = {name: value for name, value in asked.items() if value is not None}
     lanes = _LANES.value or compare.default_lanes()
@@ -110,7 +111,7 @@ def main() -> None:
     with run_folder(folder, "compare", identity, extra_files=files):
         runs = compare.run_study(study, folder, seeds=seeds, chosen=chosen, budget=budget, **own)
         rows = tabulate_study(study, runs, seeds)
-        expected = inspect.getdoc(studies.STUDIES[_STUDY.value]) or ""
+        expected = inspect.getdoc(make_study) or ""
         command = f"python -m experiments.compare --study={_STUDY.value}"
         write_study(folder, study, rows, runs, seeds, expected=expected, command=command)
         if _PUBLISH.value:

@@ -4,8 +4,8 @@
 
 All arms of a study start from the same planners, seed by seed, are trained on as many trajectories unless the arm says
 otherwise, and are evaluated on the same tasks. Expectations were written before the runs; the results, over 16 seeds
-each, are in `docs/studies/`. A study of your own is a function like these, whose value
-`recipes.compare.run_study(study, folder, ...)` runs.
+each, are in `docs/studies/`. A study of your own is a function like these, which `experiments.compare
+--study=MODULE:FUNCTION` runs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +21,7 @@ from flowgrpo.algorithms.loss import clip_surrogate
 from flowgrpo.algorithms.options import Correction, Options
 from flowgrpo.algorithms.policy_gradient import outcome_advantage
 from flowgrpo.contracts import Algorithm
+from flowgrpo.files import import_named
 from flowgrpo.models.quantised import KINDS
 from flowgrpo.recipes.study import SMALL, Arm, Study
 from flowgrpo.types import BadInput
@@ -387,3 +388,16 @@ STUDIES: dict[str, Callable[[], Study]] = {
     "imitation": imitation,
     "hindsight": hindsight,
 }
+
+
+def find_study(name: str) -> Callable[[], Study]:
+    """The study of that name, or the function MODULE:FUNCTION of yours, which returns one."""
+    if name in STUDIES:
+        return STUDIES[name]
+    if ":" not in name:
+        raise BadInput(f"--study={name} is unknown; choose from {', '.join(STUDIES)}, or MODULE:FUNCTION")
+    make: Callable[[], Study] = import_named(name, "study")
+    study: object = make() if callable(make) else make
+    if not isinstance(study, Study):
+        raise BadInput(f"--study={name} gave {study!r:.80}, which is no fg.recipes.study.Study: return one")
+    return make

@@ -14,7 +14,7 @@ from commands import run_module
 
 import flowgrpo as fg
 from experiments.studies import study_arms, study_pages
-from experiments.studies.studies import STUDIES, chosen_arms
+from experiments.studies.studies import STUDIES, chosen_arms, find_study
 from flowgrpo.evaluation.statistics import iqm
 from flowgrpo.learner.imitation import demonstrate
 from flowgrpo.models.quantised import KINDS, Quantised
@@ -210,6 +210,30 @@ def test_some_arms_and_always_the_baseline():
     assert chosen_arms(study, None) is study
     with pytest.raises(fg.BadInput, match="'gigpo' is no arm of this study; they are broadcast"):
         chosen_arms(study, ["gigpo"])
+
+
+MINE = """
+from flowgrpo.recipes.study import Arm, Study
+
+
+def wider():
+    return Study("Wider?", "one", {"one": Arm()})
+
+
+def narrow():
+    return 3
+"""
+
+
+def test_a_study_of_ones_own_is_a_function_of_a_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "study_of_mine.py").write_text(MINE)
+    assert find_study("study_of_mine:wider")().question == "Wider?"
+    assert find_study("credit") is STUDIES["credit"]
+    with pytest.raises(fg.BadInput, match=r"gave 3, which is no fg\.recipes\.study\.Study"):
+        find_study("study_of_mine:narrow")
+    with pytest.raises(fg.BadInput, match="--study=chess is unknown; choose from credit, "):
+        find_study("chess")
 
 
 @pytest.fixture
