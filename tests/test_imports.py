@@ -102,6 +102,19 @@ assert not [f for f in flags.FLAGS.flags_by_module_dict() if "flowgrpo" in f], "
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
+def test_the_package_and_the_commands_import_from_modules():
+    """Not through the flat list: the first use of a name of `flowgrpo` itself configures JAX, as a script wants it."""
+    import flowgrpo as fg
+
+    through_list = set(fg.__all__) - {"launch", "__version__"}
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "flowgrpo":
+                assert not {alias.name for alias in node.names} & through_list, path
+            if isinstance(node, ast.Import):
+                assert "fg" not in [alias.asname for alias in node.names], path
+
+
 def public_names() -> dict[str, object]:
     """List all that `flowgrpo` and its folders offer, by dotted name."""
     import flowgrpo as fg
