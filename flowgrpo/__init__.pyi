@@ -27,6 +27,9 @@ from .algorithms import group_zscore as group_zscore
 from .algorithms import grpo as grpo
 from .algorithms import multi_turn_group_advantage as multi_turn_group_advantage
 from .algorithms import ppo as ppo
+from .api import RunResult as RunResult
+from .api import Trainer as Trainer
+from .api import train as train
 from .batching import collate as collate
 from .batching import pack as pack
 from .contracts import Algorithm as Algorithm

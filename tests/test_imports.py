@@ -30,6 +30,7 @@ FLOORS = [
     ["distributed"],
     ["recipes"],
     ["publish"],
+    ["api"],
 ]
 PURE = ["errors", "renamed", "types", "contracts", "masked", "algorithms", "batching", "envs", "evaluation"]
 PURE_FILES = [f"models.{name}" for name in ("attention", "kv_cache", "config", "critic", "decoder", "trainable")]

@@ -141,7 +141,7 @@ def batches(
     *,
     seed: int = 0,
     epochs: int | None = None,
-    any_fields: bool = False,
+    any_fields: bool = True,
 ) -> Iterator[list[Task]]:
     """Batches of `size` tasks in the shuffled order of `tasks.task_at`: a permutation for each epoch.
 
@@ -150,7 +150,7 @@ def batches(
         size: tasks of a batch, which may cross the end of an epoch.
         seed: of the order.
         epochs: how often each task is seen, with a shorter last batch for what is left; None: endless.
-        any_fields: as in `read_tasks`, for the tasks of a `TextEnv`.
+        any_fields: as in `read_tasks`; False: each task must have a query and a domain.
     """
     pool = to_tasks(tasks, any_fields=any_fields)
     check_range("batches", "size", size, 1, whole=True)

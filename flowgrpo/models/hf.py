@@ -248,6 +248,20 @@ class Model(NamedTuple):
         padding = () if tokenizer.pad_id in tokenizer.stop_ids else (tokenizer.pad_id,)
         return (*padding, *range(tokenizer.vocab_size, self.config.v))
 
+    @property
+    def base(self) -> "Model":
+        """The model without its adapter; itself if it has none."""
+        if self.lora is None:
+            return self
+        policy = make_policy(self.config, dtype=self.params.base["embed"].dtype, unstack_on_cpu=True)
+        return self._replace(policy=policy, params=self.params.base, lora=None)
+
+    def with_adapter(self, lora: LoraConfig, adapter: Params) -> "Model":
+        """The base of this model with another adapter."""
+        base = self.base
+        policy = lora_policy(self.config, lora, dtype=base.params["embed"].dtype, unstack_on_cpu=True)
+        return base._replace(policy=policy, params=LoraParams(base.params, adapter), lora=lora)
+
     def merged(self) -> "Model":
         """The plain model that computes the same, with its adapter merged into the weights; itself if it has none."""
         if self.lora is None:

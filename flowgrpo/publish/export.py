@@ -19,7 +19,7 @@ from flowgrpo.models.peft import save_adapter
 from flowgrpo.models.trainable import ActorCritic, actor_params
 from flowgrpo.publish.model_card import CardFacts, model_card
 from flowgrpo.recipes.planner_reader import PlannerReader
-from flowgrpo.recipes.recipe import Recipe, all_recipes, find_recipe
+from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, Recipe, all_recipes, find_recipe
 from flowgrpo.training.checkpoints import Checkpoints, params_sha256
 from flowgrpo.training.config import RunConfig
 from flowgrpo.training.planner import lora_of
@@ -53,34 +53,52 @@ def _planner(stored: Mapping[str, Any]) -> Any:
     return jax.tree.map(jnp.asarray, params)
 
 
-def exported_recipe(folder: Path) -> Recipe[Any, Any]:
-    """The recipe of a run whose planner can be read; raises `BadInput` for another."""
+def exported_recipe(folder: Path, objects: Objects = NO_OBJECTS) -> Recipe[Any, Any]:
+    """The recipe of a run whose planner can be read, with these of its objects; raises `BadInput` for another."""
     run = read_run(folder)
     recipe = find_recipe(run["recipe"])
     if recipe.planner is None:
         names = [recipe.name for recipe in all_recipes() if recipe.planner is not None]
         raise BadInput(f"{folder} is a run of {recipe.name}: give one of {', '.join(names)}")
-    objects = [f"{kind} {name}" for kind, name in run.get("objects", {}).items() if kind in recipe.planner.replaced_by]
-    if objects:
+    needed = {kind: name for kind, name in run.get("objects", {}).items() if kind in recipe.planner.replaced_by}
+    missing = [f"{kind} {name}" for kind, name in needed.items() if kind not in objects.given()]
+    if missing:
         raise BadInput(
-            f"{folder} was trained with {' and '.join(objects)}, an object that its {RUN} only has the name of: save "
+            f"{folder} was trained with {' and '.join(missing)}, an object that its {RUN} only has the name of: save "
             "its model in the program that made it"
         )
     return recipe
 
 
-def read_config(folder: Path) -> RunConfig:
+def read_config(folder: Path, objects: Objects = NO_OBJECTS) -> RunConfig:
     """The Config with which a run of RL was last started."""
-    recipe = exported_recipe(folder)
+    recipe = exported_recipe(folder, objects)
     try:
         return recipe.Config.from_json(read_run(folder)["settings"])
     except BadInput as error:
         raise BadInput(f"{folder / RUN}: {error}; it was written by another version") from None
 
 
-def reader_of(folder: Path) -> PlannerReader:
+def trained_model(folder: Path, which: str = "best", *, objects: Objects = NO_OBJECTS) -> Model:
+    """The planner of a checkpoint as a model, with its adapter if it has one.
+
+    Args:
+        folder: of the run.
+        which: checkpoint, best in validation, last, or start.
+        objects: those that the run was trained with, of which its folder only has the names.
+    """
+    config = read_config(folder, objects)
+    _, params = read_planner(folder, which)
+    model = reader_of(folder, objects).load_start(config, folder, objects)
+    lora = lora_of(config.model) if isinstance(config, HostedConfig) else None
+    if lora is None:
+        return model._replace(params=params)
+    return model.with_adapter(lora, params)
+
+
+def reader_of(folder: Path, objects: Objects = NO_OBJECTS) -> PlannerReader:
     """How the planner of a run is read."""
-    reader = exported_recipe(folder).planner
+    reader = exported_recipe(folder, objects).planner
     assert reader is not None  # checked there
     return reader
 
@@ -137,7 +155,7 @@ def _whole_model(folder: Path, out: Path, which: str, licence: str | None) -> tu
     config = read_config(folder)
     step, params = read_planner(folder, which)
     _check_out(folder, out)
-    model = reader_of(folder).load_start(config, folder)
+    model = reader_of(folder).load_start(config, folder, NO_OBJECTS)
     lora = lora_of(config.model) if isinstance(config, HostedConfig) else None
     if lora is not None:
         params = merge_adapter(LoraParams(model.params, params), model.config, lora)
@@ -158,7 +176,7 @@ def export_adapter(folder: Path, out: Path, *, which: str = "best", licence: str
     assert isinstance(config, HostedConfig)
     step, adapter = read_planner(folder, which)
     _check_out(folder, out)
-    model = reader_of(folder).load_start(config, folder)
+    model = reader_of(folder).load_start(config, folder, NO_OBJECTS)
     base = config.model.model or str(Path(str(start_path(folder))).resolve())
     facts = CardFacts(read_run(folder)["recipe"], config, folder, step, which, adapter=True, licence=licence)
     save_adapter(out, adapter, model.config, lora, base_model=base, card=model_card(facts))

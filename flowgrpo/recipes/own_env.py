@@ -17,6 +17,7 @@ from sys import executable
 from typing import Any, NamedTuple
 
 from flowgrpo.contracts import HostEnv, ToolRunner
+from flowgrpo.data.tasks import Tasks
 from flowgrpo.data.tokenizer import ChatTokenizer
 from flowgrpo.envs.text import TextEnv, to_reward
 from flowgrpo.external_envs.env import external_env
@@ -61,6 +62,18 @@ def seed_tasks(config: Config) -> TaskSource:
     return TaskSource(draw=draw, train=lambda: draw("train", 0, POOL), domains=("env",))
 
 
+NO_TASKS_YET = Tasks(())  # `Objects.tasks` of a `Trainer` whose tasks come with each rollout
+
+
+def later_tasks() -> TaskSource:
+    """No tasks: each rollout brings its own."""
+
+    def draw(_split: str, _first: int, _count: int) -> list[Task]:
+        raise BadInput("there are no tasks: give tasks=, a file or a list, or pass some to each rollout")
+
+    return TaskSource(draw=draw, train=lambda: draw("train", 0, POOL), domains=())
+
+
 def add_seeds(source: TaskSource) -> TaskSource:
     """The tasks of a file, each with a seed, the number of its draw, unless it has one."""
 
@@ -83,8 +96,8 @@ def build(
     check_planner(config.model, config.devices)
     with ExitStack() as stack:
         env = open_env(find_env(config, objects), config, stack)
-        if config.tasks.tasks is None and objects.tasks is None:
-            source = seed_tasks(config)
+        if config.tasks.tasks is None and objects.tasks in (None, NO_TASKS_YET):
+            source = seed_tasks(config) if objects.tasks is None else later_tasks()
             check_start(config, objects)
             agent.algorithm_of(config, objects.algorithm)  # raises if it does not fit
         else:
@@ -92,22 +105,29 @@ def build(
         draw, task_sampler = curriculum.make_task_sampler(
             config.tasks, source.draw, source.train, groups=config.rollout.queries, seed=config.run.seed
         )
-        reward, first_task = to_reward(objects.reward), source.draw("train", 0, 1)[0]
-        if reward is not None or config.tasks.reward or (env.runner and env.runner.needs_reward):
+        first_task = None if objects.tasks == NO_TASKS_YET else source.draw("train", 0, 1)[0]
+        reward = to_reward(objects.reward)
+        needs_reward = config.tasks.reward or (env.runner and env.runner.needs_reward)
+        if first_task is None and needs_reward and reward is None:
+            raise BadInput("tasks that come with each rollout need a reward: give reward=, or the environment one")
+        if first_task is not None and (reward is not None or needs_reward):
             reward = reward_of(config, source, stack.enter_context(make_sandbox(config, source)), reward)
-        elif env.runner and env.runner.reward is not None:
-            reward = check_reward(env.runner.reward, f"{env.runner.name}.reward", first_task)
+        elif reward is None and env.runner and env.runner.reward is not None:
+            reward = env.runner.reward
+            if first_task is not None:
+                reward = check_reward(reward, f"{env.runner.name}.reward", first_task)
         if env.runner:
             env.runner.reward = reward
             try:
-                env.runner.check(first_task)
+                if first_task is not None:
+                    env.runner.check(first_task)
             except BadInput as error:
-                has_tasks = not (config.tasks is None and objects.tasks is None)
+                has_tasks = not (config.tasks.tasks is None and objects.tasks is None)
                 raise (error if has_tasks else BadInput(f"{error}; there are no tasks: give --tasks")) from None
         if on_ready is not None:
             on_ready()
         model = load_planner(config, folder, objects)
-        if env.runner:
+        if env.runner and first_task is not None:
             env.runner.check_prompt(env.make(model.tokenizer, turns=config.rollout.turns), first_task)
         yield build_setup(
             stack,

@@ -11,6 +11,7 @@ from flowgrpo.contracts import Policy
 from flowgrpo.data.tokenizer import load_tokenizer
 from flowgrpo.learner.update import ScoreSettings
 from flowgrpo.models.hf import Model, load_model
+from flowgrpo.recipes.recipe import Objects
 from flowgrpo.rollout.trajectory_view import TokenDecoder, make_token_decoder
 from flowgrpo.training.planner import frozen_base_dtype, load_start, make_planner
 from flowgrpo.training.run_files import START
@@ -32,14 +33,14 @@ class PlannerReader(NamedTuple):
     """Functions of a run's settings and its folder.
 
     start_path      folder or hub id of the start; None if it has no files
-    load_start      -> the start as a model: shape, tokenizer, and the weights under an adapter
+    load_start      (settings, folder, objects) -> the start as a model: shape, tokenizer, weights under an adapter
     token_decoder   (settings, folder, tokenizer or None) -> the function from token ids to text
     scoring         (settings, folder, trained parameters) -> what scores recorded tokens
     replaced_by     kinds of objects of which settings and folder have the name alone, so it can't be read
     """
 
     start_path: Callable[[Any, Path], str | Path | None]
-    load_start: Callable[[Any, Path], Model]
+    load_start: Callable[[Any, Path, Objects], Model]
     token_decoder: Callable[[Any, Path, str | None], TokenDecoder]
     scoring: Callable[[Any, Path, Params], RecordedScoring]
     replaced_by: tuple[str, ...]
@@ -49,7 +50,9 @@ def _start_path(config: HostedConfig, folder: Path) -> str | Path:
     return config.model.model or folder / START
 
 
-def _load_start(config: HostedConfig, folder: Path) -> Model:
+def _load_start(config: HostedConfig, folder: Path, objects: Objects) -> Model:
+    if isinstance(objects.model, Model):
+        return objects.model.base
     return load_model(_start_path(config, folder), dtype=config.model.dtype, quantised=frozen_base_dtype(config.model))
 
 

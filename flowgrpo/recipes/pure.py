@@ -36,6 +36,7 @@ from flowgrpo.learner.state import adamw, init_learner
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.critic import HEAD, make_critic
 from flowgrpo.models.decoder import make_policy, matrices
+from flowgrpo.models.hf import Model
 from flowgrpo.models.trainable import ActorCritic, actor_params
 from flowgrpo.parallel.compile_ahead import compile_ahead, jit_quickly
 from flowgrpo.parallel.sharding import critic_axes, decoder_axes, place_state, resolve_mesh, shard_policy
@@ -43,12 +44,13 @@ from flowgrpo.recipes.pure_config import Config
 from flowgrpo.recipes.pure_config import preset as preset
 from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, Recipe, plain_build
 from flowgrpo.recipes.registry import decayed_adamw, make_algorithm, make_env
-from flowgrpo.recipes.word_planner import WORDS
+from flowgrpo.recipes.word_planner import WORDS, word_model
 from flowgrpo.recipes.word_planner import small_decoder_config as small_decoder_config
 from flowgrpo.rollout import exams
-from flowgrpo.rollout.compiled import shuffled_rewards
+from flowgrpo.rollout.compiled import make_rollout, repeat, shuffled_rewards
 from flowgrpo.rollout.records import RecordedTrajectory
 from flowgrpo.rollout.trajectory_view import to_records
+from flowgrpo.training.iteration import Iteration, Rollout, RolloutCallbacks
 from flowgrpo.training.language_model import write_trajectories
 from flowgrpo.training.pure_env import (
     CompiledRollout,
@@ -246,8 +248,8 @@ class PureTrainable(EvaluatedTrainable):
 
     def __init__(self, setup: Setup, folder: Path | None = None):
         self.setup, self._folder, self._keys = setup, folder, seed_keys(setup.config.run.seed)
-        roll_out = CompiledRollout(setup.stages)
-        self.iteration = split_step(setup.stages, roll_out)
+        self._roll_out = roll_out = CompiledRollout(setup.stages)
+        self.iteration: Iteration = split_step(setup.stages, roll_out)
         counts = {"validation": VALIDATION_TASKS, "test": setup.config.evaluation.test_tasks}
         self._evaluations = {split: _Evaluation(setup, roll_out, split, count) for split, count in counts.items()}
         if setup.config.learner.teacher is not None and folder is not None:  # a run that is only read has saved it
@@ -286,6 +288,33 @@ class PureTrainable(EvaluatedTrainable):
         if self.setup.config.run.control == "supervised":
             return imitation_step(self.setup, self._keys["demonstrations"])
         return self.iteration
+
+    def roll_out(
+        self, state: TrainState, callbacks: RolloutCallbacks, tasks: Any = None, samples: Any = None
+    ) -> Rollout:
+        return self._roll_out(state, callbacks, tasks, samples)
+
+    def evaluate(self, params: Params, tasks: PyTree | int | None = None, samples: int = 1) -> Evaluation:
+        """Evaluate parameters on the validation's tasks, on so many fresh ones, or on these."""
+        env, key = self.setup.env, self._keys["validation"]
+        if tasks is None and samples == 1:
+            return _evaluate_rollout(self._evaluations["validation"](params, key), env)
+        count = (
+            VALIDATION_TASKS if tasks is None else tasks if isinstance(tasks, int) else len(jax.tree.leaves(tasks)[0])
+        )
+        rollout = make_rollout(env, self.setup.policy, temperature=self.setup.config.rollout.temperature)
+        if not isinstance(tasks, int | None):
+            repeated, group_n = repeat(tasks, samples)
+            keys = jax.random.split(key, count * samples)
+            trajectories = jax.jit(rollout)(actor_params(params), repeated, keys, group_n)
+        else:
+            trajectories = jax.jit(_make_evaluation_rollout(self.setup, "validation", count, samples))(params, key)
+        return _evaluate_rollout(trajectories, env, samples=samples, ks=sorted({1, samples}))
+
+    def to_model(self, params: Params) -> Model:
+        setup = self.setup
+        objects = Objects(env=setup.env, model=setup.decoder)
+        return word_model(setup.config, objects)._replace(params=actor_params(params))
 
     def metrics_line(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return train_line(metrics, tools=self.setup.env.tools)

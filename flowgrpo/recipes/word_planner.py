@@ -18,6 +18,7 @@ from flowgrpo.models.decoder import make_policy
 from flowgrpo.models.hf import Model
 from flowgrpo.recipes.planner_reader import PlannerReader, RecordedScoring
 from flowgrpo.recipes.pure_config import Config
+from flowgrpo.recipes.recipe import NO_OBJECTS, Objects
 from flowgrpo.recipes.registry import make_env
 from flowgrpo.rollout.trajectory_view import TokenDecoder, make_word_decoder
 from flowgrpo.training.pure_env import max_trajectory_tokens
@@ -33,10 +34,10 @@ def small_decoder_config(env: Env, config: Config) -> DecoderConfig:
     )
 
 
-def word_model(config: Config) -> Model:
+def word_model(config: Config, objects: Objects = NO_OBJECTS) -> Model:
     """The planner of a pure environment as a Llama of the same shape, without parameters."""
-    env = make_env(config.environment.env)
-    decoder = small_decoder_config(env, config)
+    env = objects.env if isinstance(objects.env, Env) else make_env(config.environment.env)
+    decoder = objects.model if isinstance(objects.model, DecoderConfig) else small_decoder_config(env, config)
     hf_config = llama_config(decoder)
     tokenizer: Any = SimpleNamespace(save=partial(write_words, words=env.vocabulary))
     return Model(make_policy(decoder), {}, tokenizer, families.decoder_config(hf_config), hf_config)
@@ -89,7 +90,7 @@ def _scoring(config: Config, _folder: Path, params: Params) -> RecordedScoring:
 
 WORDS = PlannerReader(
     start_path=lambda _config, _folder: None,
-    load_start=lambda config, _folder: word_model(config),
+    load_start=lambda config, _folder, objects: word_model(config, objects),
     token_decoder=_token_decoder,
     scoring=_scoring,
     replaced_by=("env", "model"),

@@ -9,6 +9,7 @@ update follow from its number, and keys from `fold_in(seed, update)`, so a resum
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flowgrpo.evaluation.metrics import repetition
+from flowgrpo.evaluation.metrics import Evaluation, repetition
+from flowgrpo.models.hf import Model
 from flowgrpo.models.trainable import ALL_PARAMS
 from flowgrpo.report.progress import Progress
 from flowgrpo.rewards.combine import SECOND_CHECK
@@ -110,9 +112,13 @@ class HostedTrainable(EvaluatedTrainable):
     def warm_start(self) -> WarmStart:
         return self.setup.warm_start(self.setup)
 
-    def make_step(self) -> Step:
+    @cached_property
+    def iteration(self) -> Iteration:
         # An adapter's base is also the start's, so it is not donated; the rest of such a run is small.
         return make_hosted_iteration(self.setup, self.roll_out, donates=self.subset is ALL_PARAMS)
+
+    def make_step(self) -> Step:
+        return self.iteration
 
     def metrics_line(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return train_line(metrics, tools=self.setup.env.tools)
@@ -123,8 +129,17 @@ class HostedTrainable(EvaluatedTrainable):
     def test(self, params: Sequence[Params], versions: Sequence[int]) -> TestReport:
         return language_model.test(self.setup, eval_key(self.setup, "test"), params, versions)
 
-    def roll_out(self, state: TrainState, callbacks: RolloutCallbacks) -> Rollout:
-        """Roll out all groups of an update at once. The engine's token counts depend on timing, so they are timings."""
+    def roll_out(
+        self,
+        state: TrainState,
+        callbacks: RolloutCallbacks,
+        tasks: Sequence[Task] | None = None,
+        samples: int | None = None,
+    ) -> Rollout:
+        """Roll out all groups of an update at once; or of these tasks, `samples` trajectories each.
+
+        The engine's token counts depend on timing, so they are timings.
+        """
         setup, engine, update = self.setup, self.setup.engine, int(state.update)
         lost, recomputed, prefilled = engine.lost, engine.recomputed.tokens, engine.prefilled
         engine.update_weights(setup.planner.to_engine(state.learner.params), int(state.learner.version))
@@ -134,9 +149,9 @@ class HostedTrainable(EvaluatedTrainable):
             result = roll_out_tasks(
                 setup,
                 setup.env,
-                training_tasks(setup, update),
+                training_tasks(setup, update) if tasks is None else tasks,
                 _rollout_and_control_keys(state.key, update)[0],
-                samples=setup.sizes.samples,
+                samples=samples or setup.sizes.samples,
                 on_all_sampled=lambda sampled: callbacks.on_all_sampled(to_arrays(setup, sampled)),
                 on_start=callbacks.on_start,
             )
@@ -152,7 +167,27 @@ class HostedTrainable(EvaluatedTrainable):
             "prompt_tokens": engine.prefilled.prompt_tokens - prefilled.prompt_tokens,
             "prefilled_tokens": engine.prefilled.computed - prefilled.computed,
         }
-        return to_judged_rollout(setup, state, result, timings)
+        rollout = to_judged_rollout(setup, state, result, timings)
+        if tasks is None and samples is None:
+            return rollout
+        count = len(rollout.records)
+        shape = rollout_shape(setup)._replace(samples=samples or setup.sizes.samples, trajectories=count)
+        return rollout._replace(shape=shape)
+
+    def evaluate(self, params: Params, tasks: Sequence[Task] | None = None, samples: int = 1) -> Evaluation:
+        setup, key = self.setup, eval_key(self.setup, "validation")
+        if tasks is None:
+            tasks = setup.tasks("validation", 0, setup.config.evaluation.validation_tasks)
+        setup.engine.update_weights(setup.planner.to_engine(params), 0)
+        result = roll_out_tasks(setup, setup.eval_env, tasks, key, samples=samples, stage="evaluation")
+        ks = sorted({1, samples})
+        return language_model.evaluate_trajectories(result.trajectories, setup.env.tools, samples=samples, ks=ks)
+
+    def to_model(self, params: Params) -> Model:
+        model, lora = self.setup.model, self.setup.planner.lora
+        if lora is None:
+            return model._replace(params=params)
+        return model.with_adapter(lora, params.adapter)
 
 
 def run_key(setup: HostedSetup) -> jax.Array:
@@ -174,13 +209,6 @@ def make_hosted_iteration(setup: HostedSetup, roll_out: RollOut, *, donates: boo
     With `donates` the update overwrites parameters and optimizer state of the state that it is given.
     """
     sizes, config, planner, algorithm = setup.sizes, setup.config, setup.planner, setup.algorithm
-    shape = RolloutShape(
-        tools=len(setup.env.tools),
-        samples=sizes.samples,
-        trajectories=sizes.queries * sizes.oversample * sizes.samples,
-        max_trajectory_tokens=config.rollout.context_tokens,
-        turns=1 if config.rollout.rendering == "append" else setup.env.max_turns,
-    )
     stages = make_update_stages(
         planner.policy,
         algorithm,
@@ -197,7 +225,19 @@ def make_hosted_iteration(setup: HostedSetup, roll_out: RollOut, *, donates: boo
         donates=donates,
         watch_seconds=config.run.watch_seconds,
     )
-    return Iteration(roll_out, stages, shape, staging)
+    return Iteration(roll_out, stages, rollout_shape(setup), staging)
+
+
+def rollout_shape(setup: HostedSetup) -> RolloutShape:
+    """Sizes of the rollout of an update."""
+    sizes, config = setup.sizes, setup.config
+    return RolloutShape(
+        tools=len(setup.env.tools),
+        samples=sizes.samples,
+        trajectories=sizes.queries * sizes.oversample * sizes.samples,
+        max_trajectory_tokens=config.rollout.context_tokens,
+        turns=1 if config.rollout.rendering == "append" else setup.env.max_turns,
+    )
 
 
 def training_tasks(setup: HostedSetup, update: int) -> list[Task]:

@@ -44,6 +44,7 @@ class Planner(NamedTuple):
     compute_dtype: Any  # None: that of the parameters
     to_engine: Callable[[Params], Params]  # trained parameters -> those of the engine, on its device
     to_mesh: Callable[[PyTree], PyTree]  # places a tree of parameters on the mesh
+    lora: LoraConfig | None = None  # of the adapter, if that is what is trained
 
 
 def lora_of(settings: ModelSection) -> LoraConfig | None:
@@ -79,13 +80,17 @@ def load_start(path: str | Path, settings: ModelSection, model: Model | None = N
                 f"--base_dtype={settings.base_dtype} quantises weights as they are read, and the model has been: load "
                 "it with quantised=, or give its folder"
             )
-        is_quantised = any(isinstance(x, Quantised) for x in model.params.values())
-        return model if is_quantised else model._replace(params=cast(model.params, dtype))
+        if any(isinstance(x, Quantised) for x in model.base.params.values()):
+            return model
+        if model.lora is None:
+            return model._replace(params=cast(model.params, dtype))
+        return model._replace(params=LoraParams(cast(model.params.base, dtype), model.params.adapter))
     return load_model(path, dtype=dtype, quantised=frozen_base_dtype(settings), template=template_of(settings))
 
 
 def frozen_start(start: Model, settings: ModelSection) -> Model:
-    """The planner's start in the type that computes; frozen, it speaks the other roles."""
+    """The planner's start in the type that computes, without its adapter; frozen, it speaks the other roles."""
+    start = start.base
     if not has_master_weights(settings):
         return start
     policy = make_policy(
@@ -117,8 +122,15 @@ def check_planner(settings: ModelSection, devices: DevicesSection) -> tuple[Lora
 
 
 def make_planner(start: Model, settings: ModelSection, devices: DevicesSection, *, seed: int) -> Planner:
-    """The planner that starts as this model."""
+    """The planner that starts as this model, with its adapter, or else with a new one if the settings have one."""
     lora, mesh = check_planner(settings, devices)
+    if start.lora is not None:
+        if lora is None or lora.rank != start.lora.rank:
+            raise BadInput(
+                f"--lora_rank={settings.lora_rank} contradicts the model, whose adapter has rank {start.lora.rank}: "
+                f"give --lora_rank={start.lora.rank}, or the model without it"
+            )
+        lora = start.lora
     axes: Any = decoder_axes(start.config)
     attend, unstack = get_kernel(settings.attention), devices.mesh is None
     if lora is None:
@@ -135,7 +147,8 @@ def make_planner(start: Model, settings: ModelSection, devices: DevicesSection, 
         policy = lora_policy(
             start.config, lora, dtype=settings.dtype, remat=settings.remat, unstack_on_cpu=unstack, attend=attend
         )
-        params = LoraParams(start.params, init_adapter(jax.random.key(seed), start.config, lora))
+        adapter = init_adapter(jax.random.key(seed), start.config, lora)
+        params = LoraParams(start.params, adapter) if start.lora is None else start.params
         axes, trainable = LoraParams._make((axes, adapter_axes(lora))), ADAPTER
     compute_dtype = jnp.dtype(settings.dtype) if has_master_weights(settings) else None
 
@@ -152,6 +165,7 @@ def make_planner(start: Model, settings: ModelSection, devices: DevicesSection, 
         compute_dtype=compute_dtype,
         to_engine=to_engine,
         to_mesh=partial(place_state, mesh=mesh, axes=axes),
+        lora=lora,
     )
 
 

@@ -10,6 +10,7 @@ the warm start on the demonstrations of an environment.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -110,7 +111,7 @@ def make_stages(
     )
 
     def draw(state: TrainState) -> RolloutTasks:
-        task_key, sample_key, judge_key = jax.random.split(jax.random.fold_in(state.key, state.update), 3)
+        task_key, sample_key, judge_key = update_keys(state)
         queries = settings.queries * settings.oversample
         tasks, group_n = repeat(draw_tasks(env, task_key, queries, "train"), settings.samples)
         keys_n = jax.random.split(sample_key, len(group_n))
@@ -128,6 +129,11 @@ def make_stages(
         return jax.tree.map(lambda x_rs: x_rs[:, :slots], rows)  # no trajectory fills the slots after these
 
     return PureStages(env, settings, policy.mesh, draw, generate, judge, stages, to_rows)
+
+
+def update_keys(state: TrainState) -> Array:
+    """Three keys of an update: of its tasks, its samples, and its judge."""
+    return jax.random.split(jax.random.fold_in(state.key, state.update), 3)
 
 
 def max_trajectory_tokens(env: Env) -> int:
@@ -164,14 +170,18 @@ def split_step(
         staging: how the devices are used.
     """
     roll_out = CompiledRollout(stages) if roll_out is None else roll_out
+    return Iteration(roll_out, stages.update, roll_out.shape, staging)
+
+
+def rollout_shape(stages: PureStages) -> RolloutShape:
+    """Sizes of the rollout of an update."""
     settings = stages.settings
-    shape = RolloutShape(
+    return RolloutShape(
         tools=len(stages.env.tools),
         samples=settings.samples,
         max_trajectory_tokens=max_trajectory_tokens(stages.env),
         trajectories=settings.queries * settings.samples,
     )
-    return Iteration(roll_out, stages.update, shape, staging)
 
 
 class CompiledRollout:
@@ -181,20 +191,48 @@ class CompiledRollout:
     """
 
     def __init__(self, stages: PureStages):
+        self.stages, self.shape = stages, rollout_shape(stages)
         settings, mesh = stages.settings, stages.mesh
         self.trajectories = settings.queries * settings.oversample * settings.samples
         self._mesh = mesh if isinstance(mesh, Mesh) else None
         self._draw = self.jit_tasks(stages.draw)
+        self._draw_given = cache(
+            lambda count, samples: self.jit_tasks(partial(self._draw_tasks, count=count, samples=samples))
+        )
         self.generate: Any = jax.jit(stages.generate)
         self._judge: Any = None if stages.judge is None else jax.jit(stages.judge)
 
-    def __call__(self, state: TrainState, callbacks: RolloutCallbacks) -> Rollout:
-        tasks = self._draw(state)
-        trajectories = self.generate(state.learner.params, tasks)
+    def __call__(
+        self,
+        state: TrainState,
+        callbacks: RolloutCallbacks,
+        tasks: PyTree | int | None = None,
+        samples: int | None = None,
+    ) -> Rollout:
+        """Roll out the tasks of the update; or so many fresh ones, or these, `samples` times each."""
+        shape = None
+        if tasks is None and samples is None:
+            drawn = self._draw(state)
+        else:
+            settings, shape = self.stages.settings, self.shape
+            samples = samples or settings.samples
+            count = tasks if isinstance(tasks, int) else settings.queries if tasks is None else None
+            drawn = self._draw_given(count, samples)(state, tasks if count is None else ())
+            shape = shape._replace(samples=samples, trajectories=len(drawn.group))
+        trajectories = self.generate(state.learner.params, drawn)
         if self._judge is not None:
-            trajectories = self._judge(trajectories, tasks.judge_key)
+            trajectories = self._judge(trajectories, drawn.judge_key)
         callbacks.on_all_sampled(trajectories)
-        return Rollout(trajectories)
+        return Rollout(trajectories, shape=shape)
+
+    def _draw_tasks(self, state: TrainState, tasks: PyTree, *, count: int | None, samples: int) -> RolloutTasks:
+        """The inputs of a rollout of these tasks, or of `count` fresh ones."""
+        task_key, sample_key, judge_key = update_keys(state)
+        if count is not None:
+            tasks = draw_tasks(self.stages.env, task_key, count, "train")
+        repeated, group_n = repeat(tasks, samples)
+        keys_n = jax.random.split(sample_key, len(group_n))
+        return RolloutTasks(repeated, keys_n, group_n, state.learner.version, judge_key)
 
     def jit_tasks(self, draw: Callable[..., PyTree]) -> Any:
         """Jit a function that draws tasks so that its results are placed like the tasks of an update."""

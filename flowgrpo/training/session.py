@@ -24,6 +24,7 @@ import optax
 from flowgrpo.evaluation.metrics import Evaluation
 from flowgrpo.files import write_atomic
 from flowgrpo.learner.critic import without_critic
+from flowgrpo.models.hf import Model
 from flowgrpo.models.trainable import ALL_PARAMS, TrainableSubset
 from flowgrpo.report.health import WARNINGS, health_sink, health_summary
 from flowgrpo.report.metrics import (
@@ -40,7 +41,7 @@ from flowgrpo.report.progress import Progress
 from flowgrpo.report.sinks import open_sinks
 from flowgrpo.training.checkpoints import Checkpoints, is_disk_full, params_sha256
 from flowgrpo.training.config import RunConfig, flat_settings
-from flowgrpo.training.iteration import Step, to_numbers
+from flowgrpo.training.iteration import Iteration, Rollout, RolloutCallbacks, Step, to_numbers
 from flowgrpo.training.next_steps import training_message
 from flowgrpo.training.run_dir import check_identity, check_same, delete_run, identity, machine, run_folder
 from flowgrpo.training.run_files import RESULT
@@ -105,6 +106,7 @@ class Trainable(ABC):
     extra_state: ExtraState | None = None  # or that the trainable itself has
     # Compiles the programs after the warm start for a state like this one, in a thread beside it.
     compile_ahead: Callable[[TrainState], None] | None = None
+    iteration: Iteration | None = None  # of a run whose updates are rollout, advantages and update
 
     def __init__(
         self,
@@ -156,6 +158,22 @@ class Trainable(ABC):
     @abstractmethod
     def finish(self, session: "Session", minutes: float) -> dict[str, Any]:
         """Write the outcome of the run -> the result."""
+
+    # For loops of one's own -----------------------------------------------------------------------------
+
+    def roll_out(
+        self, state: TrainState, callbacks: RolloutCallbacks, tasks: Any = None, samples: Any = None
+    ) -> Rollout:
+        """Roll out the tasks of an update; or these tasks, `samples` trajectories each."""
+        raise NotImplementedError
+
+    def evaluate(self, params: Params, tasks: Any = None, samples: int = 1) -> Evaluation:
+        """Evaluate parameters on validation tasks, or on these, with `samples` trajectories each."""
+        raise NotImplementedError
+
+    def to_model(self, params: Params) -> Model:
+        """The model with these parameters."""
+        raise NotImplementedError
 
 
 class EvaluatedTrainable(Trainable):
@@ -294,7 +312,7 @@ class Session:
 
         def compile_ahead(params: Params) -> None:
             if trainable.compile_ahead is not None:
-                state = self._init_state(trainable.prepare_params(params), trainable.key)
+                state = _init_state(trainable, trainable.prepare_params(params), trainable.key)
                 trainable.compile_ahead(trainable.place(state))
 
         trainable = self.trainable
@@ -312,18 +330,8 @@ class Session:
     def start_from(self, params: Params, position: Position) -> None:
         """Set the state before the first update, with these parameters."""
         trainable, subset = self.trainable, self.trainable.subset
-        start = subset.split(params)
-        params = subset.merge(params, jax.tree.map(jnp.copy, start))  # a step may donate the subset
-        state = self._init_state(params, trainable.key, start=None if trainable.offloads_models else start)
-        self._start = jax.device_get(start) if trainable.keeps_start_params else None
-        self.snapshot = Snapshot(trainable.place(state), position)
-
-    def _init_state(self, params: Params, key: jax.Array, start: Params = None) -> TrainState:
-        """The state before the first update; its reference is the teacher, `start`, or a copy of the subset."""
-        trainable = self.trainable
-        reference = without_critic(start) if trainable.keeps_start_params else ()
-        reference = reference if trainable.teacher_params is None else trainable.teacher_params
-        return init_train_state(params, trainable.optimizer, key, reference=reference, trainable=trainable.subset)
+        self._start = jax.device_get(subset.split(params)) if trainable.keeps_start_params else None
+        self.snapshot = Snapshot(initial_state(trainable, params), position)
 
     def open_metrics(self, loggers: Sequence[str] = ()) -> MetricsWriter:
         """Open the metrics files, cut back to the current snapshot, with sinks for health warnings and loggers."""
@@ -343,7 +351,7 @@ class Session:
         if self.trainable.extra_state is not None:
             extra_state = self.trainable.extra_state.to_checkpoint(int(state.update))
         tree = {
-            "run": self._without_frozen(state),
+            "run": without_frozen(self.trainable, state),
             "start": self._start,
             "resumed_at": self.resumed_at,
             "position": dict(position),
@@ -371,13 +379,7 @@ class Session:
         self.extra_state = tree.get("memory")
         if trainable.extra_state is not None:
             trainable.extra_state.restore(step, self.extra_state)
-        state: TrainState = tree["run"]
-        state = state.replace(learner=state.learner.replace(params=self._merge(state.learner.params)))
-        frozen = trainable.frozen_params()
-        if frozen is not None and not trainable.offloads_models:
-            start = without_critic(trainable.subset.split(frozen))
-            state = state.replace(reference=_share_arrays(state.reference, start))
-        self.snapshot = Snapshot(trainable.place(state), tree["position"], metadata.get("validation"))
+        self.snapshot = Snapshot(with_frozen(trainable, tree["run"]), tree["position"], metadata.get("validation"))
         if step < trainable.updates:
             self.resumed_at.append(step)
         return True
@@ -387,7 +389,7 @@ class Session:
         trainable = self.trainable
         params = jax.eval_shape(lambda: trainable.prepare_params(trainable.init_params()))
         state = jax.eval_shape(
-            lambda params, key: self._without_frozen(self._init_state(params, key)), params, trainable.key
+            lambda params, key: without_frozen(trainable, _init_state(trainable, params, key)), params, trainable.key
         )
         start = None
         if trainable.keeps_start_params:
@@ -397,13 +399,7 @@ class Session:
         return {"run": state, "start": start, "resumed_at": ..., "position": ..., **extra}
 
     def _merge(self, subset: Params) -> Params:
-        """All parameters with this subset, on their devices."""
-        trainable = self.trainable
-        return trainable.place(trainable.subset.merge(trainable.frozen_params(), jax.device_put(subset)))
-
-    def _without_frozen(self, state: TrainState) -> TrainState:
-        """The state with the trained subset of its parameters alone, as checkpoints store it."""
-        return state.replace(learner=state.learner.replace(params=self.trainable.subset.split(state.learner.params)))
+        return merge_params(self.trainable, subset)
 
     def best_params(self) -> tuple[int | None, Params]:
         """The update with the best validation, and its parameters."""
@@ -483,6 +479,44 @@ class Session:
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write the result as JSON, atomically."""
         write_atomic(self.folder / RESULT, json.dumps(result, indent=1) + "\n")
+
+
+# States -----------------------------------------------------------------------------------------------
+
+
+def initial_state(trainable: Trainable, params: Params) -> TrainState:
+    """The state before the first update, with these parameters, on its devices."""
+    start = trainable.subset.split(params)
+    params = trainable.subset.merge(params, jax.tree.map(jnp.copy, start))  # a step may donate the subset
+    state = _init_state(trainable, params, trainable.key, start=None if trainable.offloads_models else start)
+    return trainable.place(state)
+
+
+def _init_state(trainable: Trainable, params: Params, key: jax.Array, start: Params = None) -> TrainState:
+    """The state before the first update; its reference is the teacher, `start`, or a copy of the subset."""
+    reference = without_critic(start) if trainable.keeps_start_params else ()
+    reference = reference if trainable.teacher_params is None else trainable.teacher_params
+    return init_train_state(params, trainable.optimizer, key, reference=reference, trainable=trainable.subset)
+
+
+def without_frozen(trainable: Trainable, state: TrainState) -> TrainState:
+    """The state with the trained subset of its parameters alone, as checkpoints store it."""
+    return state.replace(learner=state.learner.replace(params=trainable.subset.split(state.learner.params)))
+
+
+def with_frozen(trainable: Trainable, state: TrainState) -> TrainState:
+    """A state as checkpoints store it with all its parameters, on its devices."""
+    state = state.replace(learner=state.learner.replace(params=merge_params(trainable, state.learner.params)))
+    frozen = trainable.frozen_params()
+    if frozen is not None and not trainable.offloads_models:
+        start = without_critic(trainable.subset.split(frozen))
+        state = state.replace(reference=_share_arrays(state.reference, start))
+    return trainable.place(state)
+
+
+def merge_params(trainable: Trainable, subset: Params) -> Params:
+    """All parameters with this trained subset, on their devices."""
+    return trainable.place(trainable.subset.merge(trainable.frozen_params(), jax.device_put(subset)))
 
 
 def _share_arrays(tree: PyTree, other: PyTree) -> PyTree:
