@@ -38,7 +38,7 @@ class Done:
     Args:
         reward: the outcome, a finite number. None: the reward function of the run judges `output`.
         output: for that reward function, and for records; None: the last action.
-        correct: whether the task is solved; None: whether the reward is full.
+        correct: whether the task is solved; None, or if a reward function judges: whether the reward is full.
         message: why it ended, for people who read the trajectory.
     """
 

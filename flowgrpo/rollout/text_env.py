@@ -168,10 +168,10 @@ class TextEnvRunner:
         if ask == "reset":
             episode, said = self._begin(arguments["task"])
             return episode, {"said": said}
-        if episode is None:
-            return None, {"gone": True}
         if ask == "end":
             return None, {}
+        if episode is None:
+            return None, {"gone": True}
         if ask == "call":
             return episode, self._call(episode, arguments["name"], arguments["arguments"])
         result = self._step(episode.env, arguments["action"])

@@ -44,7 +44,7 @@ def preset(tasks, env="text_env_cases:Parcel", **settings):
 @pytest.mark.slow
 def test_a_run_by_name_and_by_object_has_the_same_bits(tmp_path, tasks):
     named, handed = preset(tasks), preset(tasks, "a:class", **sizes_of_env(Parcel))
-    assert (named.turns, named.eval_turns, named.max_tokens) == (3, 3, 6)
+    assert (named.rollout.turns, named.rollout.eval_turns, named.rollout.max_tokens) == (3, 3, 6)
     assert own_env.RECIPE.train(named, tmp_path / "named")["updates"] == 1
     own_env.RECIPE.train(handed, tmp_path / "handed", objects=Objects(env=Parcel))
     first, second = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("named", "handed"))
