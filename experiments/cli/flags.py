@@ -26,6 +26,14 @@ _RENAMED: dict[str, str] = {}  # earlier name of a flag -> its name
 flags.disclaim_key_flags()  # flags that are defined here belong to the command that runs, so that its --help lists them
 
 
+class ImportableEnumParser(flags.EnumParser):
+    """Parser of a name among choices, or of MODULE:NAME."""
+
+    def parse(self, argument: str) -> str:
+        """The argument, if it is one of these."""
+        return argument if ":" in argument else super().parse(argument)
+
+
 def define_config(config: type[RunConfig]) -> None:
     """Define a flag for each setting that has a heading. The preset decides about flags that are not given.
 
@@ -36,7 +44,10 @@ def define_config(config: type[RunConfig]) -> None:
         if info.heading is None:
             continue
         flag_heading(info.heading)
-        if info.choices:
+        if info.choices and info.imports:
+            parser, serializer = ImportableEnumParser(list(info.choices)), flags.ArgumentSerializer()
+            flags.DEFINE(parser, name, None, info.description, serializer=serializer)
+        elif info.choices:
             flags.DEFINE_enum(name, None, list(info.choices), info.description)
         elif kind is tuple:
             (flags.DEFINE_multi_string if info.repeated else flags.DEFINE_list)(name, None, info.description)

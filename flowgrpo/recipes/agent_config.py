@@ -86,7 +86,9 @@ class TurnsSection(RolloutSection):
 class AlgorithmSection(LearnerSection):
     """The algorithm, its correction of stale tokens, and the decay of its learning rate."""
 
-    algorithm: str = setting("flow_grpo", "Algorithm.", "Run", choices=ALGORITHMS)
+    algorithm: str = setting(
+        "flow_grpo", "Algorithm, or MODULE:NAME of an fg.Algorithm.", "Run", choices=ALGORITHMS, imports=True
+    )
     decay_to: float = setting(
         0.2,
         "Fraction of the learning rate that is left after decay_updates; 1: constant.",

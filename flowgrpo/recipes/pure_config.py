@@ -61,7 +61,9 @@ class RolloutSection(Section):
 class LearnerSection(Section):
     """The algorithm, its optimizer, and what some algorithms add."""
 
-    algorithm: str = setting("flow_grpo", "Algorithm.", "Run", choices=ALGORITHMS)
+    algorithm: str = setting(
+        "flow_grpo", "Algorithm, or MODULE:NAME of an fg.Algorithm.", "Run", choices=ALGORITHMS, imports=True
+    )
     teacher: str | None = setting(
         None, "Folder of a run on the same environment whose best planner is the teacher; for opd.", "Run"
     )

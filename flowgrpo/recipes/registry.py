@@ -130,7 +130,7 @@ def make_algorithm(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Algorithm:
-    """The algorithm of that name, with those of these settings that it has.
+    """The algorithm of that name, with those of these settings that it has; or that of MODULE:NAME, as it is.
 
     Args:
         beta: KL coefficient.
@@ -140,8 +140,14 @@ def make_algorithm(
         correction: importance weights for tokens of other weights or another engine.
         gamma, lam: discount factor and GAE lambda of ppo.
     """
+    if ":" in name:
+        value = import_named(name, "algorithm")
+        algorithm = value() if inspect.isfunction(value) else value
+        if not isinstance(algorithm, Algorithm):
+            raise BadInput(f"algorithm {name!r} is {algorithm!r:.80}, which is no fg.Algorithm: make one, fg.algorithm")
+        return algorithm
     if name not in ALGORITHMS:
-        raise BadInput(f"algorithm {name!r} is unknown; choose from {', '.join(ALGORITHMS)}")
+        raise BadInput(f"algorithm {name!r} is unknown; choose from {', '.join(ALGORITHMS)}, or MODULE:NAME")
     options: dict[str, Any] = {} if name in WITHOUT_BETA else {"beta": beta}
     options |= {} if correction is None else {"correction": correction}
     options |= {"clip_high": clip_high} if clip_high and name not in (*OWN_CLIP, *UNCLIPPED) else {}

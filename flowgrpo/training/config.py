@@ -42,6 +42,7 @@ class SettingInfo(NamedTuple):
     repeated: bool = False  # the flag is given once for each value, instead of once with a list
     may_change: bool = False  # when a run is resumed
     was: str | None = None  # earlier name, which is still read
+    imports: bool = False  # MODULE:NAME is allowed beside the choices
 
 
 class Setting(NamedTuple):
@@ -64,6 +65,7 @@ def setting(
     repeated: bool = False,
     may_change: bool = False,
     was: str | None = None,
+    imports: bool = False,
 ) -> Any:
     """Declare a setting as a field of a section.
 
@@ -76,8 +78,9 @@ def setting(
         repeated: the flag is given once for each value, instead of once with a list.
         may_change: a resumed run may have another value.
         was: earlier name: its flag still works, and a stored run that has it can be read. It is never written.
+        imports: MODULE:NAME, which is imported, is allowed beside the choices.
     """
-    info = SettingInfo(description, heading, tuple(choices), at_least, at_most, repeated, may_change, was)
+    info = SettingInfo(description, heading, tuple(choices), at_least, at_most, repeated, may_change, was, imports)
     return field(default=default, metadata={"info": info})
 
 
@@ -93,8 +96,9 @@ class Section:
             if value is None or not _has_type(value, declared.kind):
                 expected = {int: "a whole number", float: "a finite number"}.get(declared.kind, declared.kind.__name__)
                 raise BadInput(f"--{name}={value!r} must be {expected}")
-            if info.choices and value not in info.choices:
-                raise BadInput(f"--{name}={value} is unknown; choose from {', '.join(info.choices)}")
+            if info.choices and value not in info.choices and not (info.imports and ":" in value):
+                others = ", or MODULE:NAME" if info.imports else ""
+                raise BadInput(f"--{name}={value} is unknown; choose from {', '.join(info.choices)}{others}")
             if info.at_least is not None and value < info.at_least:
                 raise BadInput(f"--{name}={value} must be at least {info.at_least:g}")
             if info.at_most is not None and value > info.at_most:

@@ -100,3 +100,18 @@ def test_the_names_that_flags_offer_are_those_of_what_they_name():
 def test_an_unknown_name_is_refused_with_those_that_are_known():
     with pytest.raises(fg.BadInput, match="algorithm 'grop' is unknown; choose from flow_grpo"):
         make_algorithm("grop", beta=0.0, clip_high=0.2, max_tokens=9)
+
+
+def test_an_algorithm_of_ones_own_is_named_by_its_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "algorithm_of_mine.py").write_text(
+        "import flowgrpo as fg\nmine = fg.grpo(beta=0.5)\ndef make():\n    return mine\nnothing = 3\n"
+    )
+    config = pure.preset("lookup", "algorithm_of_mine:mine", model_dim=16, layers=1)
+    assert pure.build(config).algorithm.name == "grpo"
+    own = make_algorithm("algorithm_of_mine:make", beta=0.0, clip_high=0.0, max_tokens=8)
+    assert "logp_ref" in own.needs  # of its own KL, which the settings don't change
+    with pytest.raises(fg.BadInput, match=r"'algorithm_of_mine:nothing' is 3, which is no fg\.Algorithm"):
+        make_algorithm("algorithm_of_mine:nothing", beta=0.0, clip_high=0.0, max_tokens=8)
+    with pytest.raises(fg.BadInput, match=r"--algorithm=chess is unknown; choose from flow_grpo, .*, or MODULE:NAME"):
+        pure.preset("lookup", "chess")
