@@ -1,8 +1,14 @@
-"""The recipe that a command line chooses, of which all its other flags are: for `experiments.train`."""
+"""The recipe that a command line chooses, of which all its other flags are: for `experiments.train`.
+
+The choice is that of `fg.train` (`flowgrpo.api.choice`), but that what flags name stays a name: a run is evaluated and
+exported by what its run.json says.
+"""
 
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from absl import flags
 
@@ -16,7 +22,8 @@ from .recipes import define_recipe
 
 flags.disclaim_key_flags()  # flags that are defined here belong to the command that runs
 
-CHOOSING = ("recipe", "env", "agent", "tasks", "model")  # flags that a recipe follows from
+SINGLE_TURN = "flowgrpo.envs.text:SingleTurn"  # the environment of tasks without one
+CHOOSING = ("recipe", "env", "agent", "tasks", "tools", "model")  # flags that a recipe follows from
 
 
 def define_chosen_recipe(module: str, workdir: str) -> None:
@@ -30,11 +37,13 @@ def define_chosen_recipe(module: str, workdir: str) -> None:
         flags.DEFINE_string("env", None, "Environment: a built-in one, MODULE:NAME of yours, or KIND:SPEC.")
         flags.DEFINE_string("agent", None, "Agent: a command, or MODULE:FUNCTION.")
         flags.DEFINE_string("tasks", None, "Tasks: a file (.jsonl, .parquet), or a built-in set.")
+        flags.DEFINE_string("tools", None, "Tools of the agent system that works on the tasks.")
         flags.DEFINE_string("model", None, "Model: a folder, GGUF file, smollm2, gemma3, or hub id.")
         return
     try:
         name = choose_recipe(given)
-        define_recipe(name, find_config(name), workdir, dry_run=True)
+        complete = partial(complete_settings, name) if "recipe" not in given else dict
+        define_recipe(name, find_config(name), workdir, dry_run=True, complete=complete)
     except BadInput as error:
         app.exit_with_usage_error(str(error))
 
@@ -57,8 +66,23 @@ def choose_recipe(given: Mapping[str, str]) -> str:
     if env:
         return "pure"
     if tasks:
-        return "agent"
+        return "agent" if given.get("tools") else "own_env"
     raise BadInput("nothing says what to train on: give --env, --agent or --tasks, or --recipe")
+
+
+def complete_settings(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with those that `fg.train` derives from environment, model and devices."""
+    from flowgrpo.api.choice import Subject  # imports JAX
+    from flowgrpo.api.settings import derived_settings
+
+    settings = {"env": SINGLE_TURN, **given} if recipe == "own_env" else dict(given)
+    subject = Subject(
+        env=settings.get("env"),
+        agent=settings.get("agent", "") if recipe == "own_agent" else None,
+        tools=settings.get("tools"),
+        lora=settings.get("lora_rank") or None,
+    )
+    return settings if recipe == "pure" else derived_settings(subject, settings)
 
 
 def value_in(arguments: Sequence[str], name: str) -> str | None:

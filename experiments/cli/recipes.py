@@ -11,7 +11,7 @@ The flags are those of the Config, which imports no JAX. The recipe is imported 
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +31,12 @@ _defined: list["RecipeFlags"] = []  # of the command that runs
 
 
 class RecipeFlags(NamedTuple):
-    """The recipe of a command, its settings, and the folder of a run, with settings in capitals."""
+    """The recipe of a command, and how a run follows from its flags."""
 
     recipe: str
     config: type[RunConfig]
-    workdir: str
+    workdir: str  # with settings in capitals
+    complete: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # adds settings to those that were given
 
 
 class RunOfFlags(NamedTuple):
@@ -55,6 +56,7 @@ def define_recipe(
     every: int = 10,
     unit: str = "updates",
     dry_run: bool = False,
+    complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
 ) -> None:
     """Define the flags of a recipe: its settings, the run's folder, checkpoints and loggers.
 
@@ -65,8 +67,9 @@ def define_recipe(
         every: default interval of validations and checkpoints, in `unit`.
         unit: what --checkpoint_every counts.
         dry_run: whether to define --dry_run.
+        complete: from the settings that were given, those for the recipe's preset.
     """
-    _defined[:] = [RecipeFlags(recipe, config, workdir)]
+    _defined[:] = [RecipeFlags(recipe, config, workdir, complete)]
     define_config(config)
     if dry_run:
         flag_heading("Run")
@@ -78,7 +81,7 @@ def run_of_flags() -> RunOfFlags:
     """The run that the flags describe, by the recipe of the command."""
     (defined,) = _defined
     recipe = find_recipe(defined.recipe)
-    config = recipe.preset(**given_settings(defined.config))
+    config = recipe.preset(**defined.complete(given_settings(defined.config)))
     folder, options = run_options(default_folder(defined.workdir, config))
     return RunOfFlags(recipe, config, folder, options)
 

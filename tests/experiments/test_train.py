@@ -2,7 +2,10 @@
 
 import pytest
 
-from experiments.cli.choice import choose_recipe
+from experiments.cli.choice import choose_recipe, complete_settings
+from flowgrpo.api.choice import Subject, choose
+from flowgrpo.api.settings import derived_settings
+from flowgrpo.recipes.recipe import find_recipe
 from flowgrpo.types import BadInput
 from tests.experiments.conftest import last_line
 
@@ -25,7 +28,8 @@ RECIPE = replace(PURE, name="recipe_in_a_file", command="train")
         ({"env": "my_module:Parcel", "model": "small"}, "own_env"),
         ({"env": "gymnasium:Taxi-v3"}, "own_env"),
         ({"agent": "python agent.py", "tasks": "train.jsonl", "model": "small"}, "own_agent"),
-        ({"tasks": "train.jsonl", "model": "small"}, "agent"),
+        ({"tasks": "train.jsonl", "model": "small"}, "own_env"),
+        ({"tasks": "train.jsonl", "model": "small", "tools": "calculator"}, "agent"),
         ({"recipe": "my_module", "env": "maze", "agent": "x"}, "my_module"),
     ],
 )
@@ -47,6 +51,28 @@ def test_contradictions_are_one_sentence(given, why):
     with pytest.raises(BadInput, match=why) as refused:
         choose_recipe(given)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"env": "maze", "algorithm": "ppo", "updates": 3},
+        {"env": "tests.text_env_cases:Parcel", "model": "small", "tasks": "train.jsonl", "seed": 1},
+        {"env": "gymnasium:Taxi-v3", "model": "small", "lora_rank": 4},
+        {"agent": "python agent.py", "tasks": "train.jsonl", "model": "small"},
+        {"tasks": "train.jsonl", "model": "small", "reward": "a:b"},
+    ],
+)
+def test_flags_mean_what_the_arguments_of_fg_train_mean(given):
+    recipe = choose_recipe(given)
+    config = find_recipe(recipe).preset(**complete_settings(recipe, given))
+    arguments = {name: value for name, value in given.items() if name in Subject.__dataclass_fields__}
+    settings = {name: value for name, value in given.items() if name not in arguments}
+    if "lora_rank" in settings:
+        arguments["lora"] = settings.pop("lora_rank")
+    subject = Subject(**arguments)
+    choice = choose(subject, derived_settings(subject, settings))
+    assert (choice.recipe.name, choice.config) == (recipe, config)
 
 
 @pytest.mark.slow
