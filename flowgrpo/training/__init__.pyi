@@ -1,4 +1,3 @@
-from . import loop as loop
 from .checkpoints import Checkpoints as Checkpoints
 from .checkpoints import params_sha256 as params_sha256
 from .config import RunConfig as RunConfig
