@@ -9,6 +9,7 @@ import jax
 from flowgrpo.api.choice import Subject
 from flowgrpo.contracts import Env
 from flowgrpo.envs.text import TextEnv
+from flowgrpo.recipes.own_env_config import sizes_of_env
 from flowgrpo.recipes.registry import ENVIRONMENTS
 
 # A language model on a CPU: float32, short contexts, few trajectories. Elsewhere the recipes' own defaults count.
@@ -136,6 +137,5 @@ def derived_settings(subject: Subject, settings: Mapping[str, Any]) -> dict[str,
         if subject.lora is not None:
             derived |= WITH_ADAPTER
     if inspect.isclass(env) and issubclass(env, TextEnv):
-        derived |= {"turns": env.max_turns, "eval_turns": env.max_turns}
-        derived |= {} if env.max_tokens is None else {"max_tokens": env.max_tokens}
+        derived |= sizes_of_env(env)
     return derived | dict(settings)
