@@ -116,8 +116,8 @@ class Trainer:
         Args:
             on_validation: called with (step, loss) at each validation.
         """
-        if int(self.state.update):
-            raise BadInput(f"a warm start comes before the first update, and {int(self.state.update)} are done")
+        if self.updates:
+            raise BadInput(f"a warm start comes before the first update, and {self.updates} are done")
         with tempfile.TemporaryDirectory() as folder:
             params = warm_start(self._trainable.warm_start(), Path(folder), on_validation or (lambda *_: None))
         self.state = initial_state(self._trainable, self._trainable.prepare_params(params))
@@ -158,7 +158,7 @@ class Trainer:
                 )
             advantages = self.advantages(rollout)._replace(adv=own)
         self.state, metrics = self._iteration.update(self.state, rollout, advantages)
-        return {"update": int(self.state.update), **to_numbers(metrics)}
+        return {"update": self.updates, **to_numbers(metrics)}
 
     def step(self) -> dict[str, Any]:
         """One update on the tasks that come next: rollout, advantages, update -> its metrics."""
@@ -185,6 +185,11 @@ class Trainer:
         return to_tasks(tasks, any_fields=True).items
 
     @property
+    def updates(self) -> int:
+        """Number of updates done, which is also the number of the next batch of a loop that resumes."""
+        return int(self.state.update)
+
+    @property
     def params(self) -> Params:
         """The current parameters."""
         return self.state.learner.params
@@ -200,7 +205,7 @@ class Trainer:
         """Write a checkpoint of the train state, and of `extra` trees by name, into a folder; atomic."""
         tree = {"run": without_frozen(self._trainable, self.state), "extra": extra}
         with Checkpoints(folder, keep=2) as checkpoints:
-            checkpoints.save(int(self.state.update), tree, {"settings": self._choice.config.to_json()})
+            checkpoints.save(self.updates, tree, {"settings": self._choice.config.to_json()})
 
     def restore(self, folder: str | Path) -> Mapping[str, PyTree] | None:
         """Restore the newest checkpoint of a folder, bit for bit -> its extra trees; None if there is no checkpoint."""

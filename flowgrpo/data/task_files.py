@@ -141,6 +141,7 @@ def batches(
     *,
     seed: int = 0,
     epochs: int | None = None,
+    first: int = 0,
     any_fields: bool = True,
 ) -> Iterator[list[Task]]:
     """Batches of `size` tasks in the shuffled order of `tasks.task_at`: a permutation for each epoch.
@@ -150,13 +151,15 @@ def batches(
         size: tasks of a batch, which may cross the end of an epoch.
         seed: of the order.
         epochs: how often each task is seen, with a shorter last batch for what is left; None: endless.
+        first: number of the first batch, for a loop that resumes.
         any_fields: as in `read_tasks`; False: each task must have a query and a domain.
     """
     pool = to_tasks(tasks, any_fields=any_fields)
     check_range("batches", "size", size, 1, whole=True)
     check_range("batches", "epochs", epochs, 1, whole=True, optional=True)
+    check_range("batches", "first", first, 0, whole=True)
     total = None if epochs is None else epochs * len(pool)
-    starts = count(0, size) if total is None else range(0, total, size)
+    starts = count(first * size, size) if total is None else range(first * size, total, size)
     return (batch_at(pool, seed, i, size if total is None else min(size, total - i))[0] for i in starts)
 
 

@@ -64,6 +64,7 @@ def test_batches_follow_the_order_without_end_or_for_some_epochs():
     tasks = [Task(str(i), "?", (), "any") for i in range(5)]
     endless = list(islice(batches(tasks, 4, seed=3), 3))
     assert endless == [batch_at(tasks, 3, cursor, 4)[0] for cursor in (0, 4, 8)]
+    assert next(batches(tasks, 4, seed=3, first=2)) == endless[2]
     two = list(batches(tasks, 4, seed=3, epochs=2))
     assert [len(batch) for batch in two] == [4, 4, 2]
     assert set(Counter(task.id for batch in two for task in batch).values()) == {2}
