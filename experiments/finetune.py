@@ -18,15 +18,14 @@ from 5.6 to 0.4 in 90 steps, 26 seconds of one core with compilation. Then, at 1
 from 0.69 to 0.24 in 45 steps, with every held-out pair on the right side.
 """
 
-from absl import flags
-
 from flowgrpo.recipes.finetune_config import Config
 
 from .cli import app
+from .cli.flags import require_flags
 from .cli.recipes import define_recipe, run_command
 
 define_recipe("finetune", Config, "runs/METHOD-SEED", every=50, unit="steps")
-flags.mark_flags_as_required(["method", "data", "model"])
+require_flags("method", "data", "model")
 
 app.read_flags(__name__)
 

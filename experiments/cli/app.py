@@ -37,7 +37,7 @@ from flowgrpo.errors import BadInput
 from flowgrpo.training.signals import BY_SIGNAL, signal_of, stop_on_signals
 from flowgrpo.training.time_budget import OutOfTime
 
-from .flags import report_renamed
+from .flags import check_settings, report_renamed
 from .help import HELP, USAGE, flag_heading, format_flag_error, help_of_command, is_missing
 
 flag_heading("Every command")
@@ -146,6 +146,10 @@ def _parse(argv: Sequence[str]) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             exit_with_usage_error(f"--{name}={value} must be a finite number")
     report_renamed()
+    try:
+        check_settings()
+    except BadInput as error:
+        exit_with_usage_error(str(error))
     if not flags.FLAGS["verbosity"].present:
         flags.FLAGS.verbosity = logging.WARNING
 

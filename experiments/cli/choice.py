@@ -14,6 +14,7 @@ from absl import flags
 
 from flowgrpo.errors import BadInput
 from flowgrpo.recipes.recipe import RECIPE_IMPORT, find_config, recipe_names
+from flowgrpo.training.config_files import read_file
 from flowgrpo.training.names import ENVIRONMENTS, EXTERNAL_ENVIRONMENTS
 
 from . import app
@@ -32,7 +33,10 @@ def define_chosen_recipe(module: str, workdir: str) -> None:
     flags.DEFINE_string("recipe", None, f"Recipe: {', '.join(recipe_names())}, or {RECIPE_IMPORT}.")
     if module != "__main__":
         return
-    given = {name: value for name in CHOOSING if (value := value_in(sys.argv[1:], name)) is not None}
+    try:
+        given = choosing_settings(sys.argv[1:])
+    except BadInput as error:
+        app.exit_with_usage_error(str(error))
     if not given and HELP & {*sys.argv}:
         flags.DEFINE_string("env", None, "Environment: a built-in one, MODULE:NAME of yours, or KIND:SPEC.")
         flags.DEFINE_string("agent", None, "Agent: a command, or MODULE:FUNCTION.")
@@ -72,6 +76,8 @@ def choose_recipe(given: Mapping[str, str]) -> str:
 
 def complete_settings(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings with those that `fg.train` derives from environment, model and devices."""
+    if recipe == "pure":
+        return dict(given)
     from flowgrpo.api.choice import Subject  # imports JAX
     from flowgrpo.api.settings import derived_settings
 
@@ -82,13 +88,34 @@ def complete_settings(recipe: str, given: Mapping[str, Any]) -> dict[str, Any]:
         tools=settings.get("tools"),
         lora=settings.get("lora_rank") or None,
     )
-    return settings if recipe == "pure" else derived_settings(subject, settings)
+    return derived_settings(subject, settings)
+
+
+def choosing_settings(arguments: Sequence[str]) -> dict[str, str]:
+    """What a command line that is not parsed yet says about the recipe, in the file of --config, --set and flags."""
+    given: dict[str, str] = {}
+    if (path := value_in(arguments, "config")) is not None:
+        content = read_file(path)
+        given = {key.rpartition(".")[2]: value for key, value in content.values.items() if isinstance(value, str)}
+        if content.recipe is not None:
+            given["recipe"] = content.recipe
+    for assignment in values_in(arguments, "set"):
+        key, _, value = assignment.partition("=")
+        given[key.rpartition(".")[2]] = value
+    given |= {name: value for name in CHOOSING if (value := value_in(arguments, name)) is not None}
+    return {name: given[name] for name in CHOOSING if name in given}
 
 
 def value_in(arguments: Sequence[str], name: str) -> str | None:
-    """The value of a flag on a command line that is not parsed yet, as `--name=value` or `--name value`."""
+    """The value of a flag on a command line that is not parsed yet; None if it isn't there."""
+    return next(iter(values_in(arguments, name)), None)
+
+
+def values_in(arguments: Sequence[str], name: str) -> list[str]:
+    """All values of a flag, each given as `--name=value` or `--name value`."""
+    values = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:]):
         key, equals, value = argument.lstrip("-").partition("=")
-        if argument.startswith("-") and key == name:
-            return value if equals else following
-    return None
+        if argument.startswith("-") and key == name and (equals or following is not None):
+            values.append(value if equals else following)
+    return values

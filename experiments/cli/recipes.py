@@ -11,7 +11,7 @@ The flags are those of the Config, which imports no JAX. The recipe is imported 
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from flowgrpo.recipes.recipe import Recipe, find_recipe
 from flowgrpo.training.config import RunConfig
 
 from . import app
-from .flags import RunOptions, define_config, define_run, given_settings, run_options
+from .flags import Complete, RunOptions, define_config, define_run, given_settings, run_options
 from .help import flag_heading
 
 flags.disclaim_key_flags()  # flags that are defined here belong to the command that runs
@@ -36,7 +36,7 @@ class RecipeFlags(NamedTuple):
     recipe: str
     config: type[RunConfig]
     workdir: str  # with settings in capitals
-    complete: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # adds settings to those that were given
+    complete: Complete
 
 
 class RunOfFlags(NamedTuple):
@@ -56,7 +56,7 @@ def define_recipe(
     every: int = 10,
     unit: str = "updates",
     dry_run: bool = False,
-    complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+    complete: Complete = dict,
 ) -> None:
     """Define the flags of a recipe: its settings, the run's folder, checkpoints and loggers.
 
@@ -70,7 +70,7 @@ def define_recipe(
         complete: from the settings that were given, those for the recipe's preset.
     """
     _defined[:] = [RecipeFlags(recipe, config, workdir, complete)]
-    define_config(config)
+    define_config(config, recipe, complete)
     if dry_run:
         flag_heading("Run")
         flags.DEFINE_bool("dry_run", False, "Print rollouts of the first tasks, and exit.")

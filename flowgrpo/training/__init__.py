@@ -3,7 +3,8 @@
 Modules:
 
     checkpoints      Checkpoints of a run: one tree in a folder, written by Orbax, to resume bit for bit (S1)
-    config           Settings of a run: a frozen dataclass in which each is declared once, with its type, default
+    config           Settings of a run: a Config of sections, in which each is declared once, with type and default
+    config_files     Settings in files and on command lines: YAML or JSON by section, and SECTION.NAME=VALUE
     curriculum       Which tasks a hosted run trains on
     hosted_training  Training on a host environment
     iteration        One update in three calls, `Iteration`: rollout, advantages, update

@@ -19,16 +19,19 @@ type, is not finite, or is out of bounds; a Config checks what settings of sever
 
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, Self, TypedDict, TypeVar
 
 from flowgrpo.errors import BadInput
 
 C = TypeVar("C", bound="RunConfig")
+KINDS = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false", tuple: "a list"}
 
 
 class SettingInfo(NamedTuple):
@@ -90,19 +93,7 @@ class Section:
 
     def __post_init__(self) -> None:
         for name, declared in settings_of_section(type(self)).items():
-            value, info = getattr(self, name), declared.info
-            if value is None and declared.is_optional:
-                continue
-            if value is None or not _has_type(value, declared.kind):
-                expected = {int: "a whole number", float: "a finite number"}.get(declared.kind, declared.kind.__name__)
-                raise BadInput(f"--{name}={value!r} must be {expected}")
-            if info.choices and value not in info.choices and not (info.imports and ":" in value):
-                others = ", or MODULE:NAME" if info.imports else ""
-                raise BadInput(f"--{name}={value} is unknown; choose from {', '.join(info.choices)}{others}")
-            if info.at_least is not None and value < info.at_least:
-                raise BadInput(f"--{name}={value} must be at least {info.at_least:g}")
-            if info.at_most is not None and value > info.at_most:
-                raise BadInput(f"--{name}={value} must be at most {info.at_most:g}")
+            check_setting(f"--{name}", getattr(self, name), declared)
 
     def settings(self) -> dict[str, Any]:
         """Values by name."""
@@ -174,6 +165,13 @@ class RunConfig:
         return cls.from_settings(settings)
 
     @classmethod
+    def from_file(cls, path: str | os.PathLike) -> Self:
+        """A Config of the settings in a YAML or JSON file, such as `run.json`, and of the defaults that fit them."""
+        from flowgrpo.training.config_files import read_settings
+
+        return make_config(cls, read_settings(cls, Path(path)).values)
+
+    @classmethod
     def may_change(cls) -> tuple[str, ...]:
         """Names of the settings that may change when a run is resumed."""
         return tuple(name for name, info in setting_infos(cls).items() if info.may_change)
@@ -228,6 +226,22 @@ def declared_settings(config: type[RunConfig]) -> dict[str, Setting]:
 def setting_infos(config: type[RunConfig]) -> dict[str, SettingInfo]:
     """How each setting of a Config is described, by name."""
     return {name: declared.info for name, declared in declared_settings(config).items()}
+
+
+def check_setting(label: str, value: Any, declared: Setting) -> None:
+    """Raise `BadInput` for a value of the wrong type or out of bounds; `label` says where it was given."""
+    info, kind = declared.info, declared.kind
+    if value is None and declared.is_optional:
+        return
+    if value is None or not _has_type(value, kind):
+        raise BadInput(f"{label}={value!r} must be {KINDS[kind]}")
+    if info.choices and value not in info.choices and not (info.imports and ":" in value):
+        others = ", or MODULE:NAME" if info.imports else ""
+        raise BadInput(f"{label}={value} is unknown; choose from {', '.join(info.choices)}{others}")
+    if info.at_least is not None and value < info.at_least:
+        raise BadInput(f"{label}={value} must be at least {info.at_least:g}")
+    if info.at_most is not None and value > info.at_most:
+        raise BadInput(f"{label}={value} must be at most {info.at_most:g}")
 
 
 def _has_type(value: Any, kind: type) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -125,6 +126,7 @@ def test_differences_are_over_the_largest_number_of_an_array():
 def test_a_run_whose_success_does_not_rise_fails(monkeypatch):
     for after, status in ((0.9, PASS), (0.2, FAIL)):
         result = {"success_before": 0.15, "success_after": after}
-        monkeypatch.setattr(pure, "train", lambda *_, result=result, **__: result)
+        recipe = SimpleNamespace(train=lambda *_, result=result, **__: result)
+        monkeypatch.setattr(pure, "RECIPE", recipe)
         assert small_runs.check_quickstart(BENCH._replace(size="full"))[-1].status == status
     assert small_runs.check_quickstart(BENCH)[0].status == SKIPPED

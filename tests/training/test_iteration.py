@@ -22,6 +22,7 @@ from flowgrpo.envs.env import PAD
 from flowgrpo.generate.engine import Engine, EngineSettings
 from flowgrpo.learner.critic import separate_network, with_critic
 from flowgrpo.learner.scoring import make_score_trajectories
+from flowgrpo.learner.state import adamw
 from flowgrpo.learner.update import ScoreSettings
 from flowgrpo.models.config import DecoderConfig, Rope
 from flowgrpo.models.critic import Critic, make_critic
