@@ -196,8 +196,7 @@ class Recipe(Generic[C, P]):
             self.check_folder(config, path, objects)
         on_ready = None if resume else partial(delete_run, path)
         with self.build(config, path, objects=objects, on_ready=on_ready) as parts:
-            trainable = self.make_trainable(parts, path)
-            trainable.objects, trainable.can_evaluate = objects.names(), self.test is not None
+            trainable = self._named(self.make_trainable(parts, path), objects)
             return run_session(trainable, path, every=every, loggers=loggers, budget=budget, on_update=on_update)
 
     def evaluate(
@@ -226,13 +225,17 @@ class Recipe(Generic[C, P]):
         if self.test is None:
             raise BadInput(f"{path} is a run of {self.command}, whose own result.json says how it did")
         with self.build(config, path, objects=objects) as parts:
-            trainable = self.make_trainable(parts, None)
-            trainable.objects = objects.names()
-            session = open_session(trainable, path)
+            session = open_session(self._named(self.make_trainable(parts, None), objects), path)
             best, best_params = session.best_params()
             session.progress.log(f"rolling out {tasks} test tasks with the start, and with update {best}")
             params = (session.start_params, best_params)
             return best, self.test(parts, params, seed=seed, tasks=tasks, samples=samples)
+
+    def _named(self, trainable: "Trainable", objects: Objects) -> "Trainable":
+        """The stages of a run under the names by which `run.json` knows recipe and objects."""
+        trainable.recipe, trainable.objects = self.name, objects.names()
+        trainable.can_evaluate = self.test is not None
+        return trainable
 
     def dry_run(self, config: C, folder: str | Path, *, objects: Objects = NO_OBJECTS) -> None:
         """Print what a run would begin with; nothing is trained."""

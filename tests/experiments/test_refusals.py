@@ -15,6 +15,7 @@ from commands import ROOT, imported_modules
 from experiments.cli.listing import commands
 from flowgrpo.recipes import self_verify, self_verify_tasks
 from flowgrpo.recipes.offline_start import write_model
+from flowgrpo.recipes.recipe import find_config, recipe_names
 from flowgrpo.training.config import setting_infos
 from tests.experiments.conftest import EXPERIMENTS, check_refused
 
@@ -266,7 +267,7 @@ PARTS_ONLY = {  # commands that take nothing from a module that would say its se
     "flowgrpo.training.language_model": {"quickstart"},
     "flowgrpo.training.settings": {"finetune", "quickstart", "self_verify"},
     "flowgrpo.training.planner": {"finetune", "quickstart"},
-    "flowgrpo.training.warm_start": {"finetune"},
+    "flowgrpo.training.warm_start": {"finetune", "train_env"},
     "flowgrpo.planning.targets": {"benchmarks.update"},
     "flowgrpo.data.task_files": {"finetune", "simulate", "benchmarks.agents", "benchmarks.cluster"},
 }
@@ -315,6 +316,8 @@ def settings(folder: str, command: str) -> set[str]:
         if isinstance(node, ast.ImportFrom) and "Config" in [alias.name for alias in node.names]:
             declared = setting_infos(import_module(str(node.module)).Config)
             found |= {name for name, one in declared.items() if one.heading is not None}
+    if command == "train":  # which has those of the recipe that it is given
+        found = found.union(*(setting_infos(find_config(name)) for name in recipe_names()))
     return found
 
 
