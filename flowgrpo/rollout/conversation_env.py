@@ -40,8 +40,8 @@ from flowgrpo.data.tool_calls import (
 from flowgrpo.rollout.judging import is_solved
 from flowgrpo.types import JSON, BadInput, Status, Task
 
-CALL_INSTRUCTIONS = """To call a tool, write the call alone as your message: name("text"), or name({"argument": value, ...})
-for other arguments than one text. Its result comes back to you. The tools are:"""
+CALL_INSTRUCTIONS = """To call a tool, write the call alone as your message: name("text"), or
+name({"argument": value, ...}) for other arguments than one text. Its result comes back to you. The tools are:"""
 
 
 @dataclass(frozen=True)
