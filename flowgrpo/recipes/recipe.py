@@ -219,11 +219,18 @@ class Recipe(Generic[C, P]):
             samples: trajectories a task; above 1 the report has pass@k.
             objects: those that the run was trained with.
         """
+        from flowgrpo.training.run_dir import read_run
         from flowgrpo.training.session import open_session
 
         path = Path(folder)
         if self.test is None:
             raise BadInput(f"{path} is a run of {self.command}, whose own result.json says how it did")
+        recorded = read_run(path).get("objects", {})
+        if missing := [f"{kind} {name}" for kind, name in recorded.items() if kind not in objects.given()]:
+            raise BadInput(
+                f"{path} was trained with {', '.join(missing)}, of which run.json only has the name: evaluate it in the "
+                "program that has them, with objects="
+            )
         with self.build(config, path, objects=objects) as parts:
             session = open_session(self._named(self.make_trainable(parts, None), objects), path)
             best, best_params = session.best_params()
@@ -234,7 +241,9 @@ class Recipe(Generic[C, P]):
     def _named(self, trainable: "Trainable", objects: Objects) -> "Trainable":
         """The stages of a run under the names by which `run.json` knows recipe and objects."""
         trainable.recipe, trainable.objects = self.name, objects.names()
-        trainable.can_evaluate = self.test is not None
+        unread = () if self.planner is None else self.planner.replaced_by
+        trainable.can_evaluate = self.test is not None and not objects.given()
+        trainable.can_export = self.planner is not None and not objects.given().keys() & {*unread}
         return trainable
 
     def dry_run(self, config: C, folder: str | Path, *, objects: Objects = NO_OBJECTS) -> None:

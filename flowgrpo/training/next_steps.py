@@ -24,15 +24,25 @@ def list_contents(folder: Path) -> str:
     return ", ".join(f"{path.name}/" if path.is_dir() else path.name for path in paths)
 
 
-def training_message(folder: Path, updates: int, *, can_evaluate: bool) -> str:
-    """The closing message of a reinforcement run: what it wrote, and its next steps."""
+def training_message(folder: Path, updates: int, *, can_evaluate: bool, can_export: bool = True) -> str:
+    """The closing message of a reinforcement run: what it wrote, and its next steps by commands.
+
+    Args:
+        folder: of the run.
+        updates: that it has made.
+        can_evaluate: whether the command `evaluate` can test it.
+        can_export: whether the commands `view` and `export` can read its planner.
+    """
     evaluate = [(command("evaluate", workdir=folder), "tests it on fresh tasks")] if can_evaluate else []
+    read = [
+        (command("view", workdir=folder), "shows its trajectories as a page"),
+        (command("export", workdir=folder, out=folder / "model"), "writes the planner for transformers"),
+    ]
     return closing_message(
         f"written to {folder}: {list_contents(folder)}",
         [
             *evaluate,
-            (command("view", workdir=folder), "shows its trajectories as a page"),
-            (command("export", workdir=folder, out=folder / "model"), "writes the planner for transformers"),
+            *(read if can_export else []),
             ("the same command with more --updates", f"resumes from update {updates}"),
         ],
     )

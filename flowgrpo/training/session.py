@@ -98,6 +98,7 @@ class Trainable(ABC):
 
     subset: TrainableSubset = ALL_PARAMS  # the parameters that are trained, and that a checkpoint stores
     can_evaluate = True  # whether the command `evaluate` tests such a run on fresh tasks
+    can_export = True  # whether the commands `export` and `view` can read its planner
     keeps_start_params = True  # whether the parameters after the warm start are kept, for the test and as reference
     teacher_params: Params = None  # the reference, if it isn't the start
     offloads_models = False  # whether models are moved off the device, so that none may share another's arrays
@@ -473,7 +474,8 @@ class Session:
         warnings = health_summary(list(read_metrics(self.folder / WARNINGS)))
         if warnings is not None:
             print(f"\n{warnings}")
-        print(training_message(self.folder, self.trainable.updates, can_evaluate=self.trainable.can_evaluate))
+        can = {"can_evaluate": self.trainable.can_evaluate, "can_export": self.trainable.can_export}
+        print(training_message(self.folder, self.trainable.updates, **can))
         return result
 
     def write_result(self, result: Mapping[str, Any]) -> None:

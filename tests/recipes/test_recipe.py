@@ -124,6 +124,8 @@ def test_S1_a_run_with_objects_resumes_and_knows_their_names(tmp_path):
     parts = train(tmp_path / "parts")
     assert parts["resumed_at"] == [1]
     assert parts["params_sha256"] == whole["params_sha256"]
+    with pytest.raises(fg.BadInput, match=r"was trained with env Env:tiny, .*: evaluate it in the program"):
+        pure.RECIPE.evaluate(pure.preset(**SIZES), tmp_path / "parts", tasks=8)
     best, report = pure.RECIPE.evaluate(pure.preset(**SIZES), tmp_path / "parts", tasks=8, objects=own)
     assert best is not None
     assert len(report.evaluations) == 2

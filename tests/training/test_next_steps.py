@@ -27,3 +27,5 @@ def test_evaluate_is_suggested_if_the_run_can_be_evaluated(tmp_path):
     assert f"python -m flowgrpo view --workdir={tmp_path} " in messages[False]
     assert "the same command with more --updates" in messages[True]
     assert messages[True].endswith("# resumes from update 7")
+    unread = training_message(tmp_path, 7, can_evaluate=False, can_export=False)
+    assert "flowgrpo" not in unread.partition("next:")[2]
