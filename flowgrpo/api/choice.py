@@ -168,7 +168,9 @@ def _language_model(subject: Subject, objects: dict[str, Any], chosen: dict[str,
     """Fill in the model, tasks and reward of a run on a language model."""
     model, env = subject.model, objects.get("env")
     if model is None:
-        raise BadInput("model= is missing: give a model folder, a hub id, a GGUF file, a packaged model or an fg.Model")
+        raise BadInput(
+            "model= is missing: give a model folder, a hub id, a GGUF file, a packaged model or an fg.models.Model"
+        )
     if isinstance(model, str | Path):
         chosen["model"] = str(model)
     else:
@@ -179,6 +181,11 @@ def _language_model(subject: Subject, objects: dict[str, Any], chosen: dict[str,
         raise BadInput("the model has an adapter already, and lora= would give it another: leave out one of them")
     lora = LoraConfig(rank=subject.lora) if isinstance(subject.lora, int) else subject.lora or own_lora
     if lora is not None:
+        if lora.rslora:  # no setting of a run has it, so neither would an export
+            alpha = lora.alpha * lora.rank**0.5
+            raise BadInput(
+                f"lora has rslora=True, which a run can't store: give alpha={alpha:g} without it, for the same scale"
+            )
         chosen |= {"lora_rank": lora.rank, "lora_alpha": lora.alpha, "lora_targets": ",".join(lora.targets)}
     is_text = inspect.isclass(env) and issubclass(env, TextEnv)
     if isinstance(subject.tasks, str | Path):

@@ -53,7 +53,7 @@ def train(
         optimizer: an optax transformation with its learning rate, or a name, with `learning_rate=` among the settings.
         reward: judges outputs: an `fg.Reward`, a function (task, output) -> `fg.RewardResult`, or its MODULE:NAME.
             None: the environment's, or that of each task's domain.
-        tools: functions with types and a docstring, or `fg.Tool`s, of the agent system.
+        tools: functions with types and a docstring, or `fg.contracts.Tool`s, of the agent system.
         lora: trains an adapter of this rank, or with these settings; None: all parameters.
         folder: of the run; by default one below runs/, named by environment, algorithm and seed.
         every: updates between validations, each with a checkpoint.

@@ -103,6 +103,10 @@ REFUSED = [
     ({"env": "lookup", "algorithm": "grop"}, "grop is unknown; choose from"),
     ({"env": Guess, "tasks": TASKS, "model": "m", "tools": [exact]}, "list them in its attribute tools"),
     ({"env": Guess, "tasks": TASKS, "model": "m", "reward": 3}, "reward is 3: give an fg.Reward"),
+    (
+        {"env": Guess, "tasks": TASKS, "model": "m", "lora": LoraConfig(4, 8.0, rslora=True)},
+        "rslora=True, which a run can't store: give alpha=16 without it",
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""`train` and `Trainer`: the same bits, from objects; own advantages, own tasks, checkpoints, the model that is left."""
+"""`train` and `Trainer`: the same bits, from objects; own advantages, own tasks, checkpoints, the model at the end."""
 
 import json
 
@@ -79,7 +79,7 @@ def test_advantages_of_ones_own(pure_trainer):
 
 @pytest.mark.slow
 def test_a_trainer_of_text_saves_and_restores_bit_for_bit(tmp_path):
-    """An adapter over a model that is handed in, tasks that come with each rollout, and the run of the same settings."""
+    """An adapter over a model that is handed in, tasks with each rollout, and the run of the same settings."""
     model = fg.load_model(tiny_folder(), lora=2)
     parts = {"env": Parcel, "algorithm": fg.flow_grpo(beta=0.01), "optimizer": fg.adamw(1e-2)}
     tasks, states = list(fg.batches(RECORDS, 2, epochs=1)), []
