@@ -1,6 +1,6 @@
 """The recipe of learning from a file of conversations: demonstrations to imitate (SFT), or preferences (DPO).
 
-result = RECIPE.train(Config(method="sft", data="demonstrations.jsonl", model="models/small"), "runs/sft")
+result = RECIPE.train(preset("sft", data="demonstrations.jsonl", model="models/small"), "runs/sft")
 """
 
 import math

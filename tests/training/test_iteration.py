@@ -46,7 +46,14 @@ from flowgrpo.training.iteration import (
     train_loop,
 )
 from flowgrpo.training.pure_env import PureStages, make_stages, max_trajectory_tokens, split_step
-from flowgrpo.training.stages import IterationSettings, TrainState, init_train_state
+from flowgrpo.training.stages import (
+    IterationSettings,
+    TrainState,
+    has_fresh_contexts,
+    init_train_state,
+    score_fields,
+    split_turns,
+)
 from flowgrpo.types import Status, Trajectories, check_axes
 
 pytestmark = pytest.mark.slow
