@@ -228,7 +228,7 @@ class Recipe(Generic[C, P]):
         recorded = read_run(path).get("objects", {})
         if missing := [f"{kind} {name}" for kind, name in recorded.items() if kind not in objects.given()]:
             raise BadInput(
-                f"{path} was trained with {', '.join(missing)}, of which run.json only has the name: evaluate it in the "
+                f"{path} was trained with {', '.join(missing)}, and run.json only has the name: evaluate it in the "
                 "program that has them, with objects="
             )
         with self.build(config, path, objects=objects) as parts:
