@@ -38,7 +38,6 @@ SMALL = {  # the others of that page, in small sizes
     "reshape(32, 8)": "reshape(4, 8)",
     "updates < 60": "updates < 2",
     "updates % 10": "updates % 2",
-    "evaluate(256)": "evaluate(16)",
 }
 WITH_PYTHON = [
     pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in PAGES if blocks(page, "python")
