@@ -1,4 +1,4 @@
-"""Scripts of the guide, run from an installed wheel in an empty folder, without a checkout."""
+"""The three scripts of the guide, run from an installed wheel in an empty folder, without a checkout."""
 
 import json
 import os
@@ -11,20 +11,20 @@ import time
 from pathlib import Path
 
 import pytest
+from gateway_cases import tiny_folder
+
+from flowgrpo.training.checkpoints import Checkpoints, params_sha256
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
-RECIPE, OWN = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/scripts.md").read_text(), re.DOTALL | re.MULTILINE)
-SMALL = {  # the same scripts in a minute
-    "updates=120": "updates=12, warm_steps=50, test_tasks=32, model_dim=32, layers=1",
-    "tasks=500": "tasks=32",
-    "d=96, layers=3": "d=32, layers=1",
-    "steps=400": "steps=20",
-    "queries=32": "queries=4",
-    "tasks=256": "tasks=32",
-    "updates=60": "updates=20",
-}
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/scripts.md").read_text(), re.DOTALL | re.MULTILINE)
+TEXT_ENV, ALGORITHM, LOOP = BLOCKS[:3]
+TINY = "queries=2, samples=2, context_tokens=250, validation_tasks=2, test_tasks=2, slots=4, prefill_chunk=16"
+RESUMES = (  # what a loop of one's own adds in order to resume
+    ("for step, tasks in enumerate(", 'trainer.restore("saved")\nfor step, tasks in enumerate('),
+    ("fg.batches(train, 16", "fg.batches(train, 16, first=trainer.updates"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,17 @@ def environment(tmp_path_factory) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(installed), "MPLBACKEND": "agg"}
 
 
+def smaller(script: str, *changes: tuple[str, str]) -> str:
+    """The script with each change made, which it must have a place for."""
+    for pattern, small in changes:
+        script, count = re.subn(pattern, small, script)
+        assert count, pattern
+    return script
+
+
 def begin(script: str, folder: Path, environment: dict[str, str]) -> subprocess.Popen:
-    """Start a script in this folder, in small sizes."""
-    for written, small in SMALL.items():
-        script = script.replace(written, small)
+    """Start a script in this folder."""
+    folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(script)
     command = [sys.executable, "script.py"]
     return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
@@ -63,19 +70,73 @@ def kill_after(process: subprocess.Popen, checkpoint: Path) -> None:
     process.communicate()
 
 
-def test_a_recipe_trains_resumes_after_a_kill_and_evaluates(environment, tmp_path):
-    assert len(RECIPE.splitlines()) <= 10
-    kill_after(begin(RECIPE, tmp_path, environment), tmp_path / "runs/mine/checkpoints/00000010")
-    printed = end(begin(RECIPE, tmp_path, environment))
-    lines = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
-    assert [line["update"] for line in lines if line["phase"] == "train"] == list(range(1, 13))
-    assert re.search(r"[\d.]+ -> [\d.]+\nupdate (10|12)\n", printed)
-    steps = re.findall(r"^    python (-m flowgrpo .*?) +#", printed, re.MULTILINE)  # what it says comes next
-    assert [step.split()[2] for step in steps] == ["evaluate", "view", "export"]
-    for step in steps:
-        small = ["--num_tasks=8"] if "evaluate" in step else []
-        subprocess.run([sys.executable, *shlex.split(step), *small], cwd=tmp_path, env=environment, check=True)
-    assert {path.name for path in (tmp_path / "runs/mine").iterdir()} >= {"trajectories.html", "model"}
+def lines_of(script: str) -> int:
+    """Lines of code of a script."""
+    return len([line for line in script.splitlines() if line.strip() and not line.lstrip().startswith("#")])
+
+
+def write_tasks(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    rows = [{"person": f"Ann {n}", "address": f"{n} Elm", "query": f"say {n}", "answers": [str(n)]} for n in range(60)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_own_environment_trains_a_model_and_resumes_after_a_kill_to_the_same_bits(environment, tmp_path):
+    assert lines_of(TEXT_ENV) <= 24
+    script = smaller(
+        TEXT_ENV,
+        (r'model="[^"]*"', f"model={str(tiny_folder())!r}"),
+        (r"updates=\d+", f"updates=4, every=2, {TINY}"),
+        (r"lora=16", "lora=2"),
+    )
+    for name in ("killed", "whole"):
+        write_tasks(tmp_path / name)
+    saved = tmp_path / "killed/runs/parcel/checkpoints/00000002"
+    kill_after(begin(script, tmp_path / "killed", environment), saved)
+    end(begin(script, tmp_path / "killed", environment))
+    end(begin(script, tmp_path / "whole", environment))
+    killed, whole = (
+        json.loads((tmp_path / name / "runs/parcel/result.json").read_text()) for name in ("killed", "whole")
+    )
+    assert killed["params_sha256"] == whole["params_sha256"]
+    assert killed["updates"] == 4
+    assert killed["resumed_at"] == [2]
+
+
+def test_own_algorithm_trains_and_resumes_after_a_kill_to_the_same_bits(environment, tmp_path):
+    assert lines_of(ALGORITHM) <= 10
+    small = "updates=4, every=2, warm_steps=50, test_tasks=32, model_dim=32, layers=1, queries=4, folder='run'"
+    script = smaller(ALGORITHM, (r"algorithm=hopeful", f"algorithm=hopeful, {small}"))
+    kill_after(begin(script, tmp_path / "killed", environment), tmp_path / "killed/run/checkpoints/00000002")
+    printed = end(begin(script, tmp_path / "killed", environment))
+    end(begin(script, tmp_path / "whole", environment))
+    killed, whole = (json.loads((tmp_path / name / "run/result.json").read_text()) for name in ("killed", "whole"))
+    assert killed["params_sha256"] == whole["params_sha256"]
+    assert killed["algorithm"] == "hopeful"
+    assert "test tasks" in printed
+
+
+def test_a_loop_of_ones_own_resumes_after_a_kill_to_the_same_bits(environment, tmp_path):
+    assert lines_of(LOOP) <= 16
+    script = smaller(
+        LOOP,
+        (r'load_model\("[^"]*", lora=16\)', f"load_model({str(tiny_folder())!r}, lora=2)"),
+        (r"optimizer=fg.adamw\(1e-5\)", f"optimizer=fg.adamw(1e-2), max_tokens=8, {TINY}"),
+        *((re.escape(old), new) for old, new in RESUMES),
+        (r"range\(100\)", "range(8)"),
+        (r"samples=8", "samples=2"),
+        (r"(\n +)(print\(step, [^\n]*\))", r'\1\2\1trainer.save("saved")'),
+    )
+    for name in ("killed", "whole"):
+        write_tasks(tmp_path / name)
+    kill_after(begin(script, tmp_path / "killed", environment), tmp_path / "killed/saved/checkpoints/00000002")
+    end(begin(script, tmp_path / "killed", environment))
+    end(begin(script, tmp_path / "whole", environment))
+    killed, whole = (Checkpoints(tmp_path / name / "saved") for name in ("killed", "whole"))
+    assert killed.latest() == whole.latest()
+    first, second = (params_sha256(x.restore_part(x.latest() or 0, "run/learner/params")) for x in (killed, whole))
+    assert first == second
+    assert (tmp_path / "killed/out/model.safetensors").exists()
 
 
 def test_commands_run_without_a_checkout(environment, tmp_path):
@@ -90,11 +151,12 @@ def test_commands_run_without_a_checkout(environment, tmp_path):
     wrong = run(sys.executable, str(script), "view", "--workdr=x")
     assert (wrong.returncode, wrong.stderr.startswith("flowgrpo view: --workdr is no flag")) == (2, True)
     assert run(sys.executable, "-c", "import flowgrpo.recipes.example_agent").returncode == 0
-
-
-def test_a_custom_loop_resumes_after_a_kill_and_plots(environment, tmp_path):
-    assert len([line for line in OWN.splitlines() if line.strip()]) < 40
-    kill_after(begin(OWN, tmp_path, environment), tmp_path / "runs/own/checkpoints/00000010")
-    printed = end(begin(OWN, tmp_path, environment))
-    assert [line.split()[0] for line in printed.splitlines()] == ["20"]  # what came before was not done again
-    assert (tmp_path / "runs/own/curve.png").read_bytes().startswith(b"\x89PNG")
+    small = "--updates=1 --warm_steps=50 --test_tasks=32 --model_dim=32 --layers=1 --queries=4 --cpu_devices=1"
+    trained = run(sys.executable, "-m", "flowgrpo", "train", "--env=lookup", "--workdir=run", *small.split())
+    assert trained.returncode == 0, trained.stderr
+    steps = re.findall(r"^    python (-m flowgrpo .*?) +#", trained.stdout, re.MULTILINE)  # what it says comes next
+    assert [step.split()[2] for step in steps] == ["evaluate", "view", "export"]
+    for step in steps:
+        fewer = ["--num_tasks=8"] if "evaluate" in step else []
+        assert run(sys.executable, *shlex.split(step), *fewer).returncode == 0
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"trajectories.html", "model"}
