@@ -20,7 +20,7 @@ ALLOWED = {"flowgrpo", "jax", "flax", "numpy", "matplotlib", "optax", "tokenizer
 # there, too. XLA's level is that which costs least: 0 where programs compute little.
 SHORT: dict[str, dict[str, int]] = {
     "1_flow_grpo_in_one_page": {},
-    "2_write_your_own_environment": {"UPDATES": 6},
+    "2_write_your_own_environment": {"UPDATES": 8},
     "3_write_your_own_algorithm": {"UPDATES": 4, "SEEDS": 2},
     "4_inspect_a_run": {"UPDATES": 8},
     "5_bring_your_own_model_tools_and_tasks": {"UPDATES": 6},
