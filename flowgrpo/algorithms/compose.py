@@ -28,9 +28,9 @@ from flowgrpo.algorithms.options import (
     Options,
     check_options,
     is_off,
+    overlong_penalty,
     read_options,
     reward_kl,
-    shaped_outcome,
 )
 from flowgrpo.contracts import Algorithm
 from flowgrpo.types import BadInput, Status, Trajectories, check_axes
@@ -267,7 +267,10 @@ def bind(advantage: Advantage, options: Options) -> Callable[[Trajectories], Arr
 
     def advantages(trajectories: Trajectories) -> Array:
         valid_n = taking_part(trajectories, options)
-        outcome_n = shaped_outcome(trajectories, options)
+        outcome_n = masked.fill(trajectories.outcome, trajectories.valid)
+        if options.overlong is not None:
+            length_n = masked.count(trajectories.action_mask, axis=(1, 2))
+            outcome_n = outcome_n + overlong_penalty(length_n, options.overlong)
         return advantage(trajectories, outcome_n, valid_n, options)
 
     return advantages

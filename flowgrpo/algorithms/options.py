@@ -227,14 +227,6 @@ def overlong_penalty(length_n: AnyArray, overlong: Overlong) -> Array:
     return -jnp.clip(over_n / overlong.buffer, 0.0, 1.0)
 
 
-def shaped_outcome(trajectories: Trajectories, options: Options) -> Array:
-    """The outcome with the length penalty -> outcome_n."""
-    outcome_n = masked.fill(trajectories.outcome, trajectories.valid)
-    if options.overlong is None:
-        return outcome_n
-    return outcome_n + overlong_penalty(masked.count(trajectories.action_mask, axis=(1, 2)), options.overlong)
-
-
 def reward_kl(trajectories: Trajectories, options: Options) -> Array:
     """`beta * KL` of each chosen token; 0 unless KL is in the reward -> kl_ntl."""
     chosen_ntl = trajectories.action_mask & trajectories.valid[:, None, None]

@@ -32,13 +32,13 @@ from flowgrpo.recipes.recipe import Objects, Recipe, find_recipe, name_of
 from flowgrpo.recipes.registry import ENVIRONMENTS
 from flowgrpo.tools.schema import tool
 from flowgrpo.training.config import RunConfig, flat_settings
+from flowgrpo.training.names import EXTERNAL_ENVIRONMENTS
 from flowgrpo.types import JSON, BadInput, Task
 
 Environment = Env | HostEnv | type[TextEnv] | Callable[..., HostEnv] | str
 TaskSource = str | Path | Tasks | Sequence[Task | Mapping[str, JSON]]
 RewardFunction = Reward | Callable[[Task, str], RewardResult] | str
 ENV_FORMS = "an fg.Env, an fg.TextEnv class, an fg.HostEnv, a function (tokenizer) -> fg.HostEnv, or a name"
-ENV_KINDS = ("trl", "gymnasium", "textarena", "openenv")  # of `external_envs`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,10 +126,10 @@ def _open_env(env: Any) -> Any:
         if env in ENVIRONMENTS:
             return ENVIRONMENTS[env]()
         kind, _, spec = env.partition(":")
-        if kind in ENV_KINDS:
+        if kind in EXTERNAL_ENVIRONMENTS:
             return env
         if not spec:
-            kinds = ", ".join(f"{kind}:…" for kind in ENV_KINDS)
+            kinds = ", ".join(f"{kind}:…" for kind in EXTERNAL_ENVIRONMENTS)
             raise BadInput(f"environment {env!r} is unknown: give {', '.join(ENVIRONMENTS)}, MODULE:NAME, or {kinds}")
         value = import_named(env, "environment")
         return _open_env(value() if inspect.isfunction(value) and not inspect.signature(value).parameters else value)
