@@ -11,6 +11,7 @@ from flowgrpo.contracts import Env
 from flowgrpo.envs.text import TextEnv
 from flowgrpo.recipes.own_env_config import sizes_of_env
 from flowgrpo.recipes.registry import ENVIRONMENTS
+from flowgrpo.types import BadInput
 
 # A language model on a CPU: float32, short contexts, few trajectories. Elsewhere the recipes' own defaults count.
 ON_CPU: dict[str, Any] = {
@@ -29,6 +30,11 @@ ON_CPU: dict[str, Any] = {
     "learning_rate": 1e-5,
     "beta": 0.0,
     "clip_high": 0.28,
+}
+OF_OBJECTS = {  # settings of what is given by name, which an object has itself
+    "algorithm": ("beta", "clip_high", "entropy_bonus", "gamma", "lam", "correction"),
+    "optimizer": ("learning_rate", "decay_to", "decay_updates"),
+    "lora": ("lora_rank", "lora_alpha", "lora_targets"),
 }
 MAX_SLOTS = 64  # of an engine on a CPU
 WITH_ADAPTER = {"learning_rate": 1e-4}
@@ -125,7 +131,17 @@ class Settings(TypedDict, total=False):
 
 
 def derived_settings(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The given settings, with those that follow from environment, model and devices where they are not given."""
+    """The given settings, with those that follow from environment, model and devices where they are not given.
+
+    Raises `BadInput` for a setting that an object of the subject has, too, since only one of the two can count.
+    """
+    for kind, names in OF_OBJECTS.items():
+        value = getattr(subject, kind)
+        for name in names:
+            if name in settings and value is not None and not isinstance(value, str):
+                raise BadInput(
+                    f"{name}={settings[name]!r} contradicts {kind}=, an object that has its own: give one of the two"
+                )
     env = subject.env
     if isinstance(env, Env) or (isinstance(env, str) and env in ENVIRONMENTS):
         return dict(settings)

@@ -93,7 +93,6 @@ class Trainer:
             raise BadInput(f"a run of {recipe.name} has no rollout of its own: train it by fg.train")
         self._iteration = self._trainable.iteration
         self._has_tasks = tasks is not None or recipe.name == "pure"
-        self._folder = path
         params = self._trainable.prepare_params(self._trainable.init_params())
         self.state: TrainState = initial_state(self._trainable, params)
 

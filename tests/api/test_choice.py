@@ -122,6 +122,20 @@ def test_sizes_that_cannot_hold_one_turn_are_refused():
         chosen({"context_tokens": 64}, env=Guess, tasks=TASKS, model="m")
 
 
+@pytest.mark.parametrize(
+    ("objects", "settings"),
+    [
+        ({"algorithm": centred}, {"beta": 0.1}),
+        ({"algorithm": "grpo", "optimizer": fg.adamw(1e-5)}, {"learning_rate": 1e-4}),
+        ({"lora": 8}, {"lora_rank": 4}),
+    ],
+)
+def test_a_setting_that_an_object_has_is_refused(objects, settings):
+    (name,) = settings
+    with pytest.raises(fg.BadInput, match=f"{name}=.* contradicts .*=, an object that has its own"):
+        chosen(settings, env=Guess, tasks=TASKS, model="m", **objects)
+
+
 def test_lora_settings_reach_the_recipe():
     config = flat(chosen(env=Guess, tasks=TASKS, model="m", lora=LoraConfig(4, 8.0, ("q", "v"))).config)
     assert (config["lora_rank"], config["lora_alpha"], config["lora_targets"]) == (4, 8.0, "q,v")
