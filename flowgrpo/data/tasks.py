@@ -33,7 +33,10 @@ class Tasks:
         ids = set()
         for task in self.items:
             if task.id in ids:
-                raise BadInput(f"{self.source}: the id {task.id!r} is there twice; give every task an id of its own")
+                raise BadInput(
+                    f"{self.source}: the id {task.id!r} is there twice; give every task an id of its own (tasks "
+                    "without one have the same if all their fields are equal)"
+                )
             ids.add(task.id)
 
     def __len__(self) -> int:
