@@ -12,7 +12,7 @@ These are the stages of the runs of `train`: the same iteration, over the parts 
 
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,13 +24,14 @@ import optax
 
 from flowgrpo.api.choice import Environment, RewardFunction, Subject, TaskSource, choose
 from flowgrpo.api.settings import Settings, derived_settings
-from flowgrpo.contracts import Algorithm
+from flowgrpo.contracts import Algorithm, Tool
 from flowgrpo.data.task_files import to_tasks
 from flowgrpo.evaluation.metrics import Evaluation
 from flowgrpo.gateway.agent_start import ExternalAgent
 from flowgrpo.models.config import DecoderConfig
 from flowgrpo.models.hf import Model
 from flowgrpo.models.lora import LoraConfig
+from flowgrpo.report.health import make_sampler_warning
 from flowgrpo.training.checkpoints import Checkpoints
 from flowgrpo.training.iteration import Rollout, to_numbers
 from flowgrpo.training.session import initial_state, with_frozen, without_frozen
@@ -51,6 +52,7 @@ class Trainer:
         algorithm: an `fg.Algorithm`, or its name.
         optimizer: an optax transformation with its learning rate, or a name.
         reward: judges outputs: an `fg.Reward`, a function (task, output) -> `fg.RewardResult`, or its MODULE:NAME.
+        tools: functions with types and a docstring, or `Tool`s, of the agent system, for tasks without an environment.
         lora: trains an adapter of this rank, or with these settings; by default all parameters.
         tasks: from which `rollout` takes tasks if it is given none.
         folder: for what the rollouts write; by default a temporary one.
@@ -67,6 +69,7 @@ class Trainer:
         algorithm: str | Algorithm = "flow_grpo",
         optimizer: str | optax.GradientTransformation | None = None,
         reward: RewardFunction | None = None,
+        tools: Sequence[Tool | Callable[..., Any]] | None = None,
         lora: int | LoraConfig | None = None,
         tasks: TaskSource | None = None,
         folder: str | Path | None = None,
@@ -80,6 +83,7 @@ class Trainer:
             algorithm=algorithm,
             optimizer=optimizer,
             reward=reward,
+            tools=tools,
             lora=lora,
         )
         self._choice = choose(subject, derived_settings(subject, settings), needs_tasks=False)
@@ -92,6 +96,7 @@ class Trainer:
         if self._trainable.iteration is None:
             raise BadInput(f"a run of {recipe.name} has no rollout of its own: train it by fg.train")
         self._iteration = self._trainable.iteration
+        self._warn_of_sampler = make_sampler_warning()
         self._has_tasks = tasks is not None or recipe.name == "pure"
         params = self._trainable.prepare_params(self._trainable.init_params())
         self.state: TrainState = initial_state(self._trainable, params)
@@ -141,6 +146,8 @@ class Trainer:
     def update(self, rollout: Rollout, advantages: Advantages | np.ndarray | jax.Array) -> dict[str, Any]:
         """Take the gradient steps of a rollout -> metrics, as plain numbers.
 
+        It warns once if the sampler's probabilities are not the learner's, as they must be under the same weights.
+
         Args:
             rollout: of the current parameters.
             advantages: those of `advantages`, or numbers of your own: one for each trajectory, turn or token.
@@ -157,7 +164,10 @@ class Trainer:
                 )
             advantages = self.advantages(rollout)._replace(adv=own)
         self.state, metrics = self._iteration.update(self.state, rollout, advantages)
-        return {"update": self.updates, **to_numbers(metrics)}
+        numbers = {"update": self.updates, **to_numbers(metrics)}
+        if "correction" not in numbers:
+            self._warn_of_sampler(numbers.get("sampler_kl", 0.0))
+        return numbers
 
     def step(self) -> dict[str, Any]:
         """One update on the tasks that come next: rollout, advantages, update -> its metrics."""

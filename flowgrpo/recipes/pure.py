@@ -6,7 +6,7 @@ setup = build(Config())     the parts: environment, policy, algorithm, optimizer
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from textwrap import indent
 from typing import Any, NamedTuple
@@ -250,6 +250,12 @@ class PureTrainable(EvaluatedTrainable):
         self.setup, self._folder, self._keys = setup, folder, seed_keys(setup.config.run.seed)
         self._roll_out = roll_out = CompiledRollout(setup.stages)
         self.iteration: Iteration = split_step(setup.stages, roll_out)
+        # Programs of evaluations that a caller asks for.
+        self._fresh_rollout = cache(
+            lambda tasks, samples: jax.jit(_make_evaluation_rollout(setup, "validation", tasks, samples))
+        )
+        temperature = setup.config.rollout.temperature
+        self._given_rollout = jax.jit(make_rollout(setup.env, setup.policy, temperature=temperature))
         counts = {"validation": VALIDATION_TASKS, "test": setup.config.evaluation.test_tasks}
         self._evaluations = {split: _Evaluation(setup, roll_out, split, count) for split, count in counts.items()}
         if setup.config.learner.teacher is not None and folder is not None:  # a run that is only read has saved it
@@ -299,16 +305,13 @@ class PureTrainable(EvaluatedTrainable):
         env, key = self.setup.env, self._keys["validation"]
         if tasks is None and samples == 1:
             return _evaluate_rollout(self._evaluations["validation"](params, key), env)
-        count = (
-            VALIDATION_TASKS if tasks is None else tasks if isinstance(tasks, int) else len(jax.tree.leaves(tasks)[0])
-        )
-        rollout = make_rollout(env, self.setup.policy, temperature=self.setup.config.rollout.temperature)
-        if not isinstance(tasks, int | None):
-            repeated, group_n = repeat(tasks, samples)
-            keys = jax.random.split(key, count * samples)
-            trajectories = jax.jit(rollout)(actor_params(params), repeated, keys, group_n)
+        if isinstance(tasks, int | None):
+            count = VALIDATION_TASKS if tasks is None else tasks
+            trajectories = self._fresh_rollout(count, samples)(params, key)
         else:
-            trajectories = jax.jit(_make_evaluation_rollout(self.setup, "validation", count, samples))(params, key)
+            repeated, group_n = repeat(tasks, samples)
+            keys_n = jax.random.split(key, len(group_n))
+            trajectories = self._given_rollout(actor_params(params), repeated, keys_n, group_n)
         return _evaluate_rollout(trajectories, env, samples=samples, ks=sorted({1, samples}))
 
     def to_model(self, params: Params) -> Model:
