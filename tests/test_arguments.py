@@ -125,7 +125,7 @@ def test_wrong_arguments_raise_one_sentence(said):
 def test_F4_groups_of_one_are_refused_if_they_have_no_signal():
     settings = IterationSettings(samples=1)
     with pytest.raises(
-        fg.BadInput, match=r"flow_grpo learns nothing from groups of one: Settings.samples is 1, set it"
+        fg.BadInput, match=r"flow_grpo learns nothing from groups of one: IterationSettings.samples is 1, set it"
     ):
         make_update_stages(BIGRAMS, fg.flow_grpo(), RATE, settings, banned=())
     make_update_stages(BIGRAMS, fg.algorithms.reinforce_pp(), RATE, settings, banned=())  # its baseline is the batch's
