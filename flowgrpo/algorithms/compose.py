@@ -161,6 +161,8 @@ def _from_function(
     """The algorithm of an advantage function, whose parameters say which kind it is."""
     name = getattr(function, "__name__", "algorithm")
     is_clip = isinstance(surrogate, losses.ClipSurrogate)
+    if clips := sorted({"clip_low", "clip_high"} & set(settings)):
+        raise BadInput(f"{name} has no option {', '.join(clips)}: the clip range is surrogate=fg.clip(low, high)")
     return compose(
         name,
         advantage=_to_advantage(name, function),

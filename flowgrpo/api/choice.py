@@ -206,5 +206,12 @@ def _checked(kind: str, value: Any, expected: type) -> Any:
     """The value, if it has the expected type."""
     if isinstance(value, expected):
         return value
+    if inspect.isfunction(value):
+        forms = {
+            "algorithm": "call it if it makes one, as in fg.flow_grpo(); put @fg.algorithm above an advantage function",
+            "optimizer": "call it, as in fg.adamw(1e-5)",
+        }
+        if kind in forms:
+            raise BadInput(f"{kind}={value.__name__} is no {expected.__name__}, but a function: {forms[kind]}")
     article = "an" if expected.__name__[0] in "AEIOU" else "a"
     raise BadInput(f"{kind}={value!r:.80} is no {expected.__name__}: give {article} {expected.__name__}, or its name")

@@ -153,5 +153,7 @@ def derived_settings(subject: Subject, settings: Mapping[str, Any]) -> dict[str,
         if subject.lora is not None:
             derived |= WITH_ADAPTER
     if inspect.isclass(env) and issubclass(env, TextEnv):
+        if "max_turns" in settings:
+            raise BadInput(f"max_turns is no setting: write it into the class, as an attribute of {env.__name__}")
         derived |= sizes_of_env(env)
     return derived | dict(settings)

@@ -33,7 +33,9 @@ from flowgrpo.models.hf import Model
 from flowgrpo.models.lora import LoraConfig
 from flowgrpo.report.health import make_sampler_warning
 from flowgrpo.training.checkpoints import Checkpoints
+from flowgrpo.training.config import flat_settings
 from flowgrpo.training.iteration import Rollout, to_numbers
+from flowgrpo.training.language_model import check_outcomes
 from flowgrpo.training.session import initial_state, with_frozen, without_frozen
 from flowgrpo.training.stages import Advantages, TrainState
 from flowgrpo.training.warm_start import warm_start
@@ -98,6 +100,7 @@ class Trainer:
         self._iteration = self._trainable.iteration
         self._warn_of_sampler = make_sampler_warning()
         self._has_tasks = tasks is not None or recipe.name == "pure"
+        self._has_outcomes = False  # a reward or environment that fails each time is refused at the first rollout
         params = self._trainable.prepare_params(self._trainable.init_params())
         self.state: TrainState = initial_state(self._trainable, params)
 
@@ -137,7 +140,11 @@ class Trainer:
             samples: trajectories of each task, the group size; None: the setting.
         """
         roll_out = partial(self._trainable.roll_out, tasks=self._to_tasks(tasks), samples=samples)
-        return self._iteration.rollout(self.state, roll_out)
+        rollout = self._iteration.rollout(self.state, roll_out)
+        if rollout.records and not self._has_outcomes:
+            check_outcomes(rollout.records)
+            self._has_outcomes = True
+        return rollout
 
     def advantages(self, rollout: Rollout) -> Advantages:
         """The advantages of the algorithm, and the weights of all tokens, on the host."""
@@ -222,8 +229,11 @@ class Trainer:
         update = checkpoints.latest()
         if update is None:
             return None
-        if checkpoints.metadata(update).get("settings") != self._choice.config.to_json():
-            raise BadInput(f"{folder} has checkpoints of a trainer with other settings: give another folder")
+        saved, own = checkpoints.metadata(update).get("settings"), self._choice.config.to_json()
+        if saved != own:
+            one, other = flat_settings(saved or {}), flat_settings(own)
+            names = ", ".join(sorted(name for name in one | other if one.get(name, ...) != other.get(name, ...)))
+            raise BadInput(f"{folder} has checkpoints of a trainer with other settings ({names}): give another folder")
         template = jax.eval_shape(partial(without_frozen, self._trainable), self.state)
         saved = checkpoints.restore(update, {"run": template, "extra": ...})
         self.state = with_frozen(self._trainable, saved["run"])

@@ -115,6 +115,8 @@ def compare(
         tasks: number of test tasks of an evaluation.
         changes: settings of `recipes.pure` that all runs share, such as {"queries": 32}.
     """
+    if isinstance(seeds, int):
+        raise BadInput(f"compare: seeds={seeds} is a number; give the seeds themselves, such as range({seeds})")
     study = _study_of(algorithms, env, {**SMALL, **changes, "updates": updates})
     seeds = tuple(seeds)
     if not seeds:
@@ -144,6 +146,8 @@ def compare(
 
 def _study_of(algorithms: Mapping[str, Algorithm | str], env: Env | str, changes: Mapping[str, Any]) -> Study:
     """The study of these algorithms; raises `BadInput` for what is none, or has no demonstrations to start from."""
+    if not isinstance(algorithms, Mapping):
+        raise BadInput(f"compare: algorithms={algorithms!r:.60}; give them by name, such as {{'grpo': 'grpo'}}")
     if not algorithms:
         raise BadInput("compare: there is no algorithm; give some by name, such as {'mine': mine}")
     arms = {}
@@ -153,7 +157,8 @@ def _study_of(algorithms: Mapping[str, Algorithm | str], env: Env | str, changes
         elif isinstance(algorithm, Algorithm):
             arms[name] = Arm(algorithm=partial(_same, algorithm))
         else:
-            raise BadInput(f"compare: {name!r} is {algorithm!r:.60}; give an fg.Algorithm, such as fg.flow_grpo()")
+            form = "give an fg.Algorithm, such as fg.flow_grpo(), or a function under @fg.algorithm"
+            raise BadInput(f"compare: {name!r} is {algorithm!r:.60}; {form}")
     if isinstance(env, str):
         if env not in ENVIRONMENTS:
             raise BadInput(f"compare: environment {env!r} is unknown; choose from {', '.join(ENVIRONMENTS)}")

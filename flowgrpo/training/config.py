@@ -108,6 +108,19 @@ class RunSection(Section):
     control: str = setting("none", "Control experiment that replaces one part of training; none: train normally.")
 
 
+ELSEWHERE = {  # what other frameworks call a setting
+    "lr": "learning_rate",
+    "steps": "updates",
+    "max_steps": "updates",
+    "group_size": "samples",
+    "num_generations": "samples",
+    "batch_size": "queries",
+    "kl_coef": "beta",
+    "max_new_tokens": "max_tokens",
+    "max_turns": "turns",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Settings of every run. A recipe's Config adds the sections that it reads, and checks them together."""
@@ -126,7 +139,8 @@ class RunConfig:
         unknown = sorted(values.keys() - infos.keys())
         if unknown:
             renamed = [name for name, info in infos.items() if info.was == unknown[0]]
-            close = renamed or difflib.get_close_matches(unknown[0], infos, n=1)
+            elsewhere = [name for name in [ELSEWHERE.get(unknown[0])] if name in infos]
+            close = renamed or elsewhere or difflib.get_close_matches(unknown[0], infos, n=1)
             raise BadInput(f"{unknown[0]!r} is no setting{f'; did you mean {close[0]!r}?' if close else ''}")
         parts: dict[str, Any] = {
             name: section(**{key: values[key] for key in settings_of_section(section) if key in values})

@@ -298,14 +298,19 @@ def roll_out_split(
     return roll_out_tasks(setup, setup.eval_env, setup.tasks(split, first, tasks), key, samples=samples, stage=split)
 
 
-def evaluate_trajectories(
-    trajectories: Sequence[RecordedTrajectory], tools: Sequence[str], *, samples: int = 1, ks: Sequence[int] = (1,)
-) -> Evaluation:
-    """Metrics of `samples` trajectories a task; raises `BadInput` if none of them has an outcome."""
+def check_outcomes(trajectories: Sequence[RecordedTrajectory]) -> None:
+    """Raise `BadInput`, with the reason of the first one, if none of the trajectories has an outcome."""
     if not with_outcome(trajectories):
         first = trajectories[0]
         reason = first.reason or (first.reward_result and first.reward_result.reason) or "no reason was given"
         raise BadInput(f"none of {len(trajectories)} trajectories came to an outcome; the first one: {reason}")
+
+
+def evaluate_trajectories(
+    trajectories: Sequence[RecordedTrajectory], tools: Sequence[str], *, samples: int = 1, ks: Sequence[int] = (1,)
+) -> Evaluation:
+    """Metrics of `samples` trajectories a task; raises `BadInput` if none of them has an outcome."""
+    check_outcomes(trajectories)
     max_turns = max(len(trajectory.tools) for trajectory in trajectories)
     number = {name: index for index, name in enumerate(tools)}
     calls = [

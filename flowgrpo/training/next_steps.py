@@ -43,6 +43,6 @@ def training_message(folder: Path, updates: int, *, can_evaluate: bool, can_expo
         [
             *evaluate,
             *(read if can_export else []),
-            ("the same command with more --updates", f"resumes from update {updates}"),
+            ("the same command with more --updates, or call with more updates=", f"resumes from update {updates}"),
         ],
     )

@@ -274,7 +274,7 @@ class Session:
             **numbers.pop("timings", {}),
         }
         metrics.write(self.trainable.metrics_line(numbers), timings)
-        self.progress.show("train", numbers["update"], numbers | timings)
+        self.progress.show("train", numbers["update"], without_empty_means(numbers) | timings)
         self.snapshot = Snapshot(state, metrics.position)
         return numbers | timings
 
@@ -289,7 +289,7 @@ class Session:
         assert self.snapshot is not None
         update = int(self.state.update)
         if update == 0 and validation.message:
-            self.progress.log(f"warm start: {validation.message}")
+            self.progress.log(f"the start: {validation.message}")
         with defer_signals():
             metrics.write({"phase": "validation", "update": update} | validation.metrics)
             self.snapshot = self.snapshot._replace(position=metrics.position, validation=validation.score)
@@ -629,5 +629,5 @@ def before_after_table(before: Evaluation, after: Evaluation) -> str:
         ),
         *([] if None in right else [("right tool of calls", [f"{fraction:.1%}" for fraction in right])]),
     ]
-    head = f"{'test tasks':24}{'warm start':>28}{'trained':>28}"
+    head = f"{'test tasks':24}{'before':>28}{'after':>28}"
     return "\n".join([head, *(f"{name:24}{start:>28}{trained:>28}" for name, (start, trained) in rows)])

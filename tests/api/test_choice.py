@@ -100,6 +100,8 @@ REFUSED = [
     ({"env": "lookup", "lora": 8}, "leave out lora="),
     ({"env": Guess, "tasks": TASKS, "model": 3}, "model=3 is no Model"),
     ({"env": "lookup", "algorithm": jnp.sum}, "is no Algorithm"),
+    ({"env": "lookup", "algorithm": fg.flow_grpo}, r"no Algorithm, but a function.* fg\.flow_grpo\(\)"),
+    ({"env": "lookup", "optimizer": fg.adamw}, r"but a function.* fg\.adamw\(1e-5\)"),
     ({"env": "lookup", "algorithm": "grop"}, "grop is unknown; choose from"),
     ({"env": Guess, "tasks": TASKS, "model": "m", "tools": [exact]}, "list them in its attribute tools"),
     ({"env": Guess, "tasks": TASKS, "model": "m", "reward": 3}, "reward is 3: give an fg.Reward"),

@@ -65,6 +65,7 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     ("algorithms", "env", "words"),
     [
         ({}, "lookup", "there is no algorithm"),
+        (["grpo"], "lookup", "give them by name"),
         ({"mine": fg.flow_grpo}, "lookup", r"'mine' is <function flow_grpo.*; give an fg\.Algorithm"),
         (ALGORITHMS, "chess", "environment 'chess' is unknown; choose from lookup"),
         (ALGORITHMS, fg.lookup, r"env is <function lookup.*; give an fg\.Env"),

@@ -59,6 +59,12 @@ def test_an_earlier_name_is_no_keyword_argument_but_names_the_new_one():
         make_config(agent_config.Config, {"exam_turns": 3})
 
 
+@pytest.mark.parametrize(("name", "ours"), [("group_size", "samples"), ("lr", "learning_rate"), ("max_turns", "turns")])
+def test_what_others_call_a_setting_names_ours(name, ours):
+    with pytest.raises(BadInput, match=f"'{name}' is no setting; did you mean '{ours}'"):
+        make_config(agent_config.Config, {name: 3})
+
+
 def test_an_earlier_flag_works_and_prints_its_new_name():
     done = run_module("experiments.quickstart", "--d=32", "--env=chess")
     first, second = done.stderr.splitlines()
