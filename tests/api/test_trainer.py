@@ -104,9 +104,12 @@ def test_a_trainer_of_text_saves_and_restores_bit_for_bit(tmp_path):
             other.update(rollout, other.advantages(rollout))
         assert_same(other.params.adapter, states[-1])
         assert_same(fg.load_model(tmp_path / "model").params, other.model.merged().params)
-    with fg.Trainer(model, **parts, **{**TEXT, "seed": 1}) as stranger:  # noqa: SIM117
-        with pytest.raises(fg.BadInput, match=r"checkpoints of a trainer with other settings \(seed\)"):
+    parts["env"] = fg.single_turn(reward=lambda _task, _output: 1.0)
+    with fg.Trainer(model, **parts, **{**TEXT, "seed": 1}) as stranger:
+        with pytest.raises(fg.BadInput, match=r"checkpoints of a trainer with other settings \(.*seed"):
             stranger.restore(tmp_path / "saved")
+        with pytest.raises(fg.BadInput, match=r"none of 2 trajectories came to an outcome.*returned 1\.0"):
+            stranger.rollout([{"query": "say something"}], samples=2)
 
 
 @pytest.mark.slow
