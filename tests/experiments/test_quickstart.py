@@ -129,8 +129,8 @@ def test_a_nan_loss_stops_with_the_last_good_checkpoint(tmp_path):
         return trajectories.replace(outcome=jnp.arange(4.0))
 
     parts = (setup.env, setup.policy, setup.algorithm, broken, setup.sizes)
-    iteration = make_stages(*parts, judge=paid)
-    session = Session(PureTrainable(setup._replace(iteration=iteration, optimizer=broken)), tmp_path)
+    stages = make_stages(*parts, judge=paid)
+    session = Session(PureTrainable(setup._replace(stages=stages, optimizer=broken)), tmp_path)
     session.start_from(setup.policy.init(jax.random.key(0)), {})
     session.save()
     said = r"update 2 is not finite: lower --learning_rate; the last good checkpoint is that of update 0"

@@ -29,7 +29,7 @@ def setup():
 def test_iteration_and_evaluation_are_compiled_ahead_and_only_once(setup):
     work = pure.PureTrainable(setup)
     run = work.place(init_train_state(work.place(work.init_params()), setup.optimizer, jax.random.key(0)))
-    programs = [f"jit({name})" for name in ("generate", "compute_advantages", "update", "rollout_metrics", "draw")]
+    programs = [f"jit({name})" for name in ("generate", "compute_advantages", "_take_steps", "rollout_metrics", "draw")]
     with counted_compilations() as compiled:
         work.compile_ahead(run)
         assert [compiled[program] for program in programs] == [1] * len(programs)

@@ -161,7 +161,7 @@ def test_success_rates_are_restored_and_other_tasks_refused():
 
 # A run ------------------------------------------------------------------------------------------------------
 
-RUN = {"seed": 0, "updates": 5, "warm_steps": 0, "validation_tasks": 4, "test_tasks": 4}
+RUN = {"seed": 0, "updates": 5, "validation_tasks": 4, "test_tasks": 4}
 
 
 def run_in(folder: Path) -> dict[str, Any]:
