@@ -274,7 +274,7 @@ class Session:
             **numbers.pop("timings", {}),
         }
         metrics.write(self.trainable.metrics_line(numbers), timings)
-        self.progress.show("train", numbers["update"], without_empty_means(numbers) | timings)
+        self.progress.show("train", numbers["update"], {**without_empty_means(numbers), **timings})
         self.snapshot = Snapshot(state, metrics.position)
         return numbers | timings
 
