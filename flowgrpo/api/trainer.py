@@ -36,7 +36,7 @@ from flowgrpo.training.checkpoints import Checkpoints
 from flowgrpo.training.config import flat_settings
 from flowgrpo.training.iteration import Rollout, to_numbers
 from flowgrpo.training.language_model import check_outcomes
-from flowgrpo.training.session import initial_state, with_frozen, without_frozen
+from flowgrpo.training.session import RolloutTrainable, initial_state, with_frozen, without_frozen
 from flowgrpo.training.stages import Advantages, TrainState
 from flowgrpo.training.warm_start import warm_start
 from flowgrpo.types import BadInput, Params, PyTree
@@ -93,11 +93,10 @@ class Trainer:
         with ExitStack() as stack:
             path = Path(stack.enter_context(tempfile.TemporaryDirectory()) if folder is None else folder)
             parts = stack.enter_context(recipe.build(config, path, objects=objects))
-            self._trainable = recipe.make_trainable(parts, path)
+            trainable = recipe.make_trainable(parts, path)
             self._close = weakref.finalize(self, stack.pop_all().close)
-        if self._trainable.iteration is None:
-            raise BadInput(f"a run of {recipe.name} has no rollout of its own: train it by fg.train")
-        self._iteration = self._trainable.iteration
+        assert isinstance(trainable, RolloutTrainable)  # as are those of all recipes that `choose` chooses
+        self._trainable, self._iteration = trainable, trainable.iteration
         self._warn_of_sampler = make_sampler_warning()
         self._has_tasks = tasks is not None or recipe.name == "pure"
         self._has_outcomes = False  # a reward or environment that fails each time is refused at the first rollout

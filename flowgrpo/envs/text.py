@@ -19,6 +19,7 @@ calls, exact ids (A5), masks, records and replay are the framework's (`rollout.t
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -62,7 +63,7 @@ class Done:
             object.__setattr__(self, "correct", bool(self.correct))
 
 
-class TextEnv:
+class TextEnv(ABC):
     """Base class of environments of text; one instance plays one episode.
 
     Write `step`, and `reset` unless the first observation is the task's query. Class attributes:
@@ -100,9 +101,9 @@ class TextEnv:
         """The first observation; by default the task's query."""
         return task["query"]
 
+    @abstractmethod
     def step(self, action: str) -> "str | Done":
         """The next observation after an action without tool calls, or the end."""
-        raise NotImplementedError
 
 
 class SingleTurn(TextEnv):

@@ -62,7 +62,7 @@ from flowgrpo.training.pure_env import (
 )
 from flowgrpo.training.run_dir import read_run
 from flowgrpo.training.session import (
-    EvaluatedTrainable,
+    RolloutTrainable,
     Step,
     TestReport,
     Validation,
@@ -240,7 +240,7 @@ def imitation_step(setup: Setup, key: jax.Array) -> Callable[[TrainState], tuple
 # Training ---------------------------------------------------------------------------------------------
 
 
-class PureTrainable(EvaluatedTrainable):
+class PureTrainable(RolloutTrainable):
     """Warm start by imitation, iterations with one program per stage, evaluations on fresh tasks.
 
     The first test trajectories are written to `folder`, if there is one.

@@ -43,7 +43,7 @@ from flowgrpo.training.language_model import (
     write_trajectories,
 )
 from flowgrpo.training.session import (
-    EvaluatedTrainable,
+    RolloutTrainable,
     Step,
     TestReport,
     Trainable,
@@ -71,7 +71,7 @@ def hosted_trainable(
     return make_trainable
 
 
-class HostedTrainable(EvaluatedTrainable):
+class HostedTrainable(RolloutTrainable):
     """Rollouts over one engine, judged while others are sampled; evaluations on tasks that training never sees.
 
     Answers of tools, other roles and rewards are recorded until a checkpoint covers them, so that a run which is killed

@@ -107,7 +107,6 @@ class Trainable(ABC):
     extra_state: ExtraState | None = None  # or that the trainable itself has
     # Compiles the programs after the warm start for a state like this one, in a thread beside it.
     compile_ahead: Callable[[TrainState], None] | None = None
-    iteration: Iteration | None = None  # of a run whose updates are rollout, advantages and update
 
     def __init__(
         self,
@@ -160,22 +159,6 @@ class Trainable(ABC):
     def finish(self, session: "Session", minutes: float) -> dict[str, Any]:
         """Write the outcome of the run -> the result."""
 
-    # For loops of one's own -----------------------------------------------------------------------------
-
-    def roll_out(
-        self, state: TrainState, callbacks: RolloutCallbacks, tasks: Any = None, samples: Any = None
-    ) -> Rollout:
-        """Roll out the tasks of an update; or these tasks, `samples` trajectories each."""
-        raise NotImplementedError
-
-    def evaluate(self, params: Params, tasks: Any = None, samples: int = 1) -> Evaluation:
-        """Evaluate parameters on validation tasks, or on these, with `samples` trajectories each."""
-        raise NotImplementedError
-
-    def to_model(self, params: Params) -> Model:
-        """The model with these parameters."""
-        raise NotImplementedError
-
 
 class EvaluatedTrainable(Trainable):
     """A run whose start and best parameters are tested on the same tasks at its end."""
@@ -189,6 +172,26 @@ class EvaluatedTrainable(Trainable):
         best, params = session.best_params()
         self.progress.log(f"testing the start and update {best}, on tasks of their own")
         return session.finish(minutes, self.test((session.start_params, params), (0, session.best_version())))
+
+
+class RolloutTrainable(EvaluatedTrainable):
+    """A run whose updates are rollout, advantages and update; a `Trainer` calls these stages one by one."""
+
+    iteration: Iteration
+
+    @abstractmethod
+    def roll_out(
+        self, state: TrainState, callbacks: RolloutCallbacks, tasks: Any = None, samples: int | None = None
+    ) -> Rollout:
+        """Roll out the tasks of an update; or these tasks, `samples` trajectories each."""
+
+    @abstractmethod
+    def evaluate(self, params: Params, tasks: Any = None, samples: int = 1) -> Evaluation:
+        """Evaluate parameters on validation tasks, or on these, with `samples` trajectories each."""
+
+    @abstractmethod
+    def to_model(self, params: Params) -> Model:
+        """The model with these parameters."""
 
 
 def validation_of(evaluation: Evaluation) -> Validation:
