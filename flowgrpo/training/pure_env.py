@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from flowgrpo.batching.layouts import rows_by_trajectory
 from flowgrpo.contracts import Algorithm, Env, Policy
 from flowgrpo.envs.env import PAD
-from flowgrpo.learner.critic import ValueModel
+from flowgrpo.learner.critic import ValueModel, without_critic
 from flowgrpo.learner.imitation import demonstrate, imitation_rows, make_supervised
 from flowgrpo.learner.state import LearnerState, init_learner
 from flowgrpo.models.trainable import ALL_PARAMS, TrainableSubset
@@ -154,6 +154,11 @@ def fused_step(stages: PureStages) -> Callable[[TrainState], tuple[TrainState, M
         scored = stages.update.score_trajectories(state, trajectories)
         advantages = stages.update.compute_advantages(scored)
         state, metrics = stages.update.update(state, stages.to_rows(scored, *advantages))
+        if (interval := stages.update.algorithm.reference_every) is not None:
+            is_due = state.update % interval == 0
+            current = without_critic(stages.update.trainable.split(state.learner.params))
+            reference = jax.tree.map(lambda x, old: jnp.where(is_due, x, old), current, state.reference)
+            state = state.replace(reference=reference)
         return state, metrics | rollout_metrics(trajectories, advantages, tools=tools, samples=samples)
 
     return step

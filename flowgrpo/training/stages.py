@@ -106,7 +106,9 @@ class UpdateStages(NamedTuple):
     trainable: TrainableSubset  # the parameters that the optimizer changes
     score_trajectories: Callable[[TrainState, Trajectories], Trajectories]  # adds what the advantages read
     compute_advantages: Callable[[Trajectories], Advantages]
-    update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    update: Callable[
+        [TrainState, Batch], tuple[TrainState, Metrics]
+    ]  # the caller replaces the reference when it is due
     packer: Callable[..., Callable[..., Batch]]  # `make_packer` with the settings of the update
     make_scorer: Callable[[Callable[..., Batch]], Scorer | None]  # packing -> `make_scorer` with these settings
 
@@ -188,15 +190,9 @@ def make_update_stages(
         return Advantages(adv, algorithm.weights(trajectories), target)
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        params, reference, interval = state.learner.params, state.reference, algorithm.reference_every
         learn = learn_rows if batch.tree is None else learn_trees
-        learner, metrics = learn(state.learner, batch, trainable.merge(params, reference))
-        if interval is not None:
-            is_due = (state.update + 1) % interval == 0
-            current = without_critic(trainable.split(learner.params))
-            reference = jax.tree.map(lambda x, old: jnp.where(is_due, x, old), current, reference)
-        state = state.replace(learner=learner, reference=reference, update=state.update + 1)
-        return state, metrics | explained_variance(batch)
+        learner, metrics = learn(state.learner, batch, trainable.merge(state.learner.params, state.reference))
+        return state.replace(learner=learner, update=state.update + 1), metrics | explained_variance(batch)
 
     packer = partial(
         make_packer, shares_prefixes(policy, critic), micro_rows=settings.micro_rows, ranks=settings.mini_batches
