@@ -9,9 +9,10 @@ import numpy as np
 
 from flowgrpo.models.hf import Model
 from flowgrpo.publish.export import trained_model
-from flowgrpo.recipes.recipe import NO_OBJECTS, Objects
+from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, recipe_of
 from flowgrpo.report.metrics import METRICS, read_metrics
 from flowgrpo.training.config import RunConfig
+from flowgrpo.training.session import TestReport
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,18 @@ class RunResult:
     def paths(self) -> dict[str, Path]:
         """The files and folders of the run, by name."""
         return {path.name: path for path in sorted(self.folder.iterdir()) if not path.name.startswith(".")}
+
+    def evaluate(self, *, tasks: int = 1000, samples: int = 1, seed: int = 1000) -> TestReport:
+        """Test the start and the best planner on fresh tasks; the report has both evaluations and their table.
+
+        Args:
+            tasks: number of test tasks, none of which is in the run's own table.
+            samples: trajectories a task; above 1 the report has pass@k.
+            seed: of sampling, and of tasks that are generated.
+        """
+        recipe = recipe_of(self.folder)
+        sizes = {"tasks": tasks, "samples": samples, "seed": seed}
+        return recipe.evaluate(self.config, self.folder, objects=self.objects, **sizes)[1]
 
     @cached_property
     def model(self) -> Model:

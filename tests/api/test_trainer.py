@@ -61,6 +61,7 @@ def test_a_trainer_takes_the_steps_of_a_run_bit_for_bit(pure_trainer, tmp_path):
     assert f"{result['success_after']:.1%}" in str(result)
     assert_same(result.model.params, pure_trainer.model.params if result["best_update"] == 2 else result.model.params)
     assert {"metrics.jsonl", "checkpoints", "curves.png"} <= set(result.paths)
+    assert [evaluation.tasks for evaluation in result.evaluate(tasks=8).evaluations] == [8, 8]
 
 
 @pytest.mark.slow
