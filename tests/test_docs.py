@@ -14,8 +14,8 @@ from commands import imported_modules
 
 from experiments.cli import listing
 from experiments.studies.studies import STUDIES
-from flowgrpo.api.choice import Choice, Subject, choose
-from flowgrpo.api.settings import derived_settings
+from flowgrpo.api.choice import Choice, Subject
+from flowgrpo.api.settings import choose_run
 from flowgrpo.recipes.recipe import find_config, recipe_names
 from flowgrpo.recipes.registry import ALGORITHMS
 from flowgrpo.training.config import RunConfig, setting_infos
@@ -49,7 +49,7 @@ def choose_only(env=None, *, folder=None, updates=1, **arguments) -> Choice:  # 
     names = {field.name for field in dataclasses.fields(Subject)}
     subject = Subject(env=env, **{name: value for name, value in arguments.items() if name in names})
     settings = {name: value for name, value in arguments.items() if name not in names}
-    return choose(subject, derived_settings(subject, settings | {"updates": updates}))
+    return choose_run(subject, settings | {"updates": updates})
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 
 import jax
 
-from flowgrpo.api.choice import Subject
+from flowgrpo.api.choice import Choice, Subject, choose
 from flowgrpo.contracts import Env
 from flowgrpo.envs.text import TextEnv
 from flowgrpo.recipes.own_env_config import sizes_of_env
@@ -131,17 +131,7 @@ class Settings(TypedDict, total=False):
 
 
 def derived_settings(subject: Subject, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The given settings, with those that follow from environment, model and devices where they are not given.
-
-    Raises `BadInput` for a setting that an object of the subject has, too, since only one of the two can count.
-    """
-    for kind, names in OF_OBJECTS.items():
-        value = getattr(subject, kind)
-        for name in names:
-            if name in settings and value is not None and not isinstance(value, str):
-                raise BadInput(
-                    f"{name}={settings[name]!r} contradicts {kind}=, an object that has its own: give one of the two"
-                )
+    """The given settings, with those that follow from environment, model and devices where they are not given."""
     env = subject.env
     if isinstance(env, Env) or (isinstance(env, str) and env in ENVIRONMENTS):
         return dict(settings)
@@ -157,3 +147,18 @@ def derived_settings(subject: Subject, settings: Mapping[str, Any]) -> dict[str,
             raise BadInput(f"max_turns is no setting: write it into the class, as an attribute of {env.__name__}")
         derived |= sizes_of_env(env)
     return derived | dict(settings)
+
+
+def choose_run(subject: Subject, settings: Mapping[str, Any], *, needs_tasks: bool = True) -> Choice:
+    """The recipe, settings and objects of what a script gives, with the settings that follow from it.
+
+    Raises `BadInput` for a setting that an object of the subject has, too, since only one of the two can count.
+    """
+    for kind, names in OF_OBJECTS.items():
+        value = getattr(subject, kind)
+        for name in names:
+            if name in settings and value is not None and not isinstance(value, str):
+                raise BadInput(
+                    f"{name}={settings[name]!r} contradicts {kind}=, an object that has its own: give one of the two"
+                )
+    return choose(subject, derived_settings(subject, settings), needs_tasks=needs_tasks)

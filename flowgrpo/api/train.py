@@ -6,9 +6,9 @@ from typing import Any, Unpack
 
 import optax
 
-from flowgrpo.api.choice import Environment, RewardFunction, Subject, TaskSource, choose
+from flowgrpo.api.choice import Environment, RewardFunction, Subject, TaskSource
 from flowgrpo.api.result import RunResult
-from flowgrpo.api.settings import Settings, derived_settings
+from flowgrpo.api.settings import Settings, choose_run
 from flowgrpo.contracts import Algorithm, Tool
 from flowgrpo.gateway.agent_start import ExternalAgent
 from flowgrpo.models.config import DecoderConfig
@@ -75,7 +75,7 @@ def train(
         tools=tools,
         lora=lora,
     )
-    choice = choose(subject, derived_settings(subject, settings))
+    choice = choose_run(subject, settings)
     path = Path("runs") / choice.name if folder is None else Path(folder)
     values = choice.recipe.train(
         choice.config,

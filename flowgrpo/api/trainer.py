@@ -22,8 +22,8 @@ import jax
 import numpy as np
 import optax
 
-from flowgrpo.api.choice import Environment, RewardFunction, Subject, TaskSource, choose
-from flowgrpo.api.settings import Settings, derived_settings
+from flowgrpo.api.choice import Environment, RewardFunction, Subject, TaskSource
+from flowgrpo.api.settings import Settings, choose_run
 from flowgrpo.contracts import Algorithm, Tool
 from flowgrpo.data.task_files import to_tasks
 from flowgrpo.evaluation.metrics import Evaluation
@@ -88,7 +88,7 @@ class Trainer:
             tools=tools,
             lora=lora,
         )
-        self._choice = choose(subject, derived_settings(subject, settings), needs_tasks=False)
+        self._choice = choose_run(subject, settings, needs_tasks=False)
         recipe, config, objects = self._choice
         with ExitStack() as stack:
             path = Path(stack.enter_context(tempfile.TemporaryDirectory()) if folder is None else folder)

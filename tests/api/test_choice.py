@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 import flowgrpo as fg
-from flowgrpo.api.choice import Subject, choose
-from flowgrpo.api.settings import Settings, derived_settings
+from flowgrpo.api.choice import Subject
+from flowgrpo.api.settings import Settings, choose_run
 from flowgrpo.models.lora import LoraConfig
 from flowgrpo.recipes import agent_config, own_agent_config, own_env_config, pure_config
 from flowgrpo.training.config import flat_settings
@@ -34,8 +34,7 @@ def centred(outcome_n, group_n, valid_n):
 
 
 def chosen(settings=None, **subject):
-    made = Subject(**subject)
-    return choose(made, derived_settings(made, settings or {}))
+    return choose_run(Subject(**subject), settings or {})
 
 
 def flat(config) -> dict:

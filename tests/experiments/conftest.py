@@ -13,9 +13,10 @@ EXPERIMENTS = ROOT / "experiments"
 
 @pytest.fixture(autouse=True, scope="module")
 def own_devices(request):
-    """Give commands the devices that they ask for, and not the tests' eight."""
+    """Give commands the devices that they ask for, and not the tests' eight; they find the checkout from any folder."""
     assert jax.device_count() == 8
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("XLA_FLAGS", xla_flags(getattr(request.module, "OPTIMIZATION_LEVEL", 0)))
         yield
 

@@ -3,8 +3,8 @@
 import pytest
 
 from experiments.cli.choice import choose_recipe, complete_settings
-from flowgrpo.api.choice import Subject, choose
-from flowgrpo.api.settings import derived_settings
+from flowgrpo.api.choice import Subject
+from flowgrpo.api.settings import choose_run
 from flowgrpo.recipes.recipe import find_recipe
 from flowgrpo.types import BadInput
 from tests.experiments.conftest import last_line
@@ -71,7 +71,7 @@ def test_flags_mean_what_the_arguments_of_fg_train_mean(given):
     if "lora_rank" in settings:
         arguments["lora"] = settings.pop("lora_rank")
     subject = Subject(**arguments)
-    choice = choose(subject, derived_settings(subject, settings))
+    choice = choose_run(subject, settings)
     assert (choice.recipe.name, choice.config) == (recipe, config)
 
 
