@@ -1,6 +1,6 @@
 """Conversations of a host environment with its model: prompts, new messages by exact ids, room for an action.
 
-    chat = make_chat("external_env", tokenizer, max_tokens=80, context_tokens=600)
+    chat = make_chat("env", tokenizer, max_tokens=80, context_tokens=600)
     conversation = chat.begin(messages)                                  # the first prompt
     conversation = conversation.extend(sampled, chosen=True)             # an action, as it was sampled
     ids = chat.add(conversation, messages)                               # what follows it, and nothing before (A5)

@@ -20,7 +20,6 @@ from flowgrpo.contracts import HostEnv, ToolRunner
 from flowgrpo.data.tasks import Tasks
 from flowgrpo.data.tokenizer import ChatTokenizer
 from flowgrpo.envs.text import TextEnv, to_reward
-from flowgrpo.external_envs.env import external_env
 from flowgrpo.external_envs.process import EnvProcess
 from flowgrpo.files import import_named
 from flowgrpo.recipes import agent
@@ -39,6 +38,7 @@ from flowgrpo.recipes.own_env_config import preset as preset
 from flowgrpo.recipes.planner_reader import TEXT
 from flowgrpo.recipes.recipe import NO_OBJECTS, Objects, Recipe
 from flowgrpo.recipes.registry import check_reward
+from flowgrpo.rollout.conversation_env import conversation_env
 from flowgrpo.rollout.effects import no_effects
 from flowgrpo.rollout.text_env import TextEnvRunner, check_text_env
 from flowgrpo.training import curriculum
@@ -184,7 +184,7 @@ def open_env(env: Any, config: Config, stack: ExitStack) -> OpenedEnv:
         kind, _, spec = env.partition(":")
         process = EnvProcess(kind, spec, python=settings.python or executable, timeout=settings.env_seconds)
         tools = stack.enter_context(process).check()
-        return OpenedEnv(partial(external_env, tools=tools, **sizes), process.call_tool)
+        return OpenedEnv(partial(conversation_env, tools=tools, **sizes), process.call_tool)
     if isinstance(env, type | TextEnv):
         runner = TextEnvRunner(check_text_env(env), tool_seconds=settings.env_seconds)
         return OpenedEnv(partial(runner.host_env, **sizes), runner.call_tool, runner)

@@ -17,7 +17,8 @@ import pytest
 from gateway_cases import tiny_model
 
 import flowgrpo as fg
-from flowgrpo.external_envs import EnvProcess, external_env
+from flowgrpo.external_envs import EnvProcess
+from flowgrpo.rollout.conversation_env import conversation_env
 from flowgrpo.rollout.records import from_json, to_json
 from flowgrpo.types import Status
 
@@ -49,7 +50,7 @@ def call(name: str, **arguments) -> str:
 
 def make_env(**settings) -> fg.HostEnv:
     sizes = {"turns": 6, "max_tokens": 80, "context_tokens": 600, "tools": ("add",)}
-    return external_env(tiny_model().tokenizer, **{**sizes, **settings})
+    return conversation_env(tiny_model().tokenizer, **{**sizes, **settings})
 
 
 def tasks_of(count: int, **fields) -> list[fg.Task]:
